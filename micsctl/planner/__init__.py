@@ -1,0 +1,1 @@
+"""Facts in, Plan out. Pure: no input or output here."""

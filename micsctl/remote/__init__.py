@@ -1,0 +1,1 @@
+"""SSH to the nodes. The only place that imports fabric and paramiko."""

@@ -1,0 +1,216 @@
+"""mics.yaml as strict models. An unknown key is an error with the nearest match and its line.
+
+The `train:` section is validated with the trainer's own dataclasses (`mics.config`), so nothing is defined twice.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from mics.config import TrainConfig
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from micsctl.errors import UsageError
+
+FILE_NAME = "mics.yaml"
+_DURATION_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def parse_duration(text: object) -> timedelta:
+    """`90s`, `30m`, `12h`, `2d`. Raises a validation error for anything else and for zero."""
+    if isinstance(text, timedelta):
+        return text
+    match = re.fullmatch(r"(\d+)([smhd])", text) if isinstance(text, str) else None
+    if not match or int(match[1]) == 0:
+        raise PydanticCustomError("duration", "give a duration such as 90s, 30m, 12h or 2d")
+    seconds = int(match[1]) * _DURATION_UNITS[match[2]]
+    if seconds > 365 * 86400:
+        raise PydanticCustomError("duration", "longer than a year")
+    return timedelta(seconds=seconds)
+
+
+def format_duration(duration: timedelta) -> str:
+    """The shortest form that `parse_duration` reads back."""
+    seconds = int(duration.total_seconds())
+    unit = next(u for u in "dhms" if seconds % _DURATION_UNITS[u] == 0)
+    return f"{seconds // _DURATION_UNITS[unit]}{unit}"
+
+
+def format_bytes_binary(size: int) -> str:
+    """The shortest form with a binary unit that reads back to the same number of bytes."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size and size % (1 << power) == 0:
+            return f"{size >> power}{unit}"
+    return f"{size}B"
+
+
+Duration = Annotated[timedelta, BeforeValidator(parse_duration), PlainSerializer(format_duration, return_type=str)]
+Bytes = Annotated[ByteSize, PlainSerializer(format_bytes_binary, return_type=str)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ClusterSpec(_Strict):
+    """The machines."""
+
+    type: str = Field("p4d.24xlarge", pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$")
+    nodes: int = Field(4, ge=1, le=1000)
+    region: str = "us-east-1"
+    zones: tuple[str, ...] = ()  # in this order; empty = every zone that offers the type
+    ttl: Duration = timedelta(hours=12)  # the nodes end by themselves after this
+    reach: Literal["head"] = "head"  # Elastic IP on node 0, the others through it
+    subnet: str | None = None  # None = an own VPC
+    image: str | None = None  # AMI id or SSM parameter name; None = the Deep Learning Base AMI
+    ssh_user: str = Field("ubuntu", pattern=r"^[a-z_][a-z0-9_-]*$")
+    volume_gb: int = Field(200, ge=8, le=16384)
+
+
+class SandboxSpec(_Strict):
+    """What the emulated machines look like. Ignored by `provider: aws`."""
+
+    devices_per_node: int = Field(2, ge=1, le=8)
+    device_memory: Bytes = ByteSize(54 << 20)
+    links: Literal["p3dn", "p4d", "measured", "none"] = "p3dn"
+    link_mbps: int | None = Field(None, ge=1, le=100_000)  # in place of `links`
+    level: Literal["auto", "netns", "process"] = "auto"
+
+
+class Spec(_Strict):
+    """The one file."""
+
+    name: str = Field("demo", pattern=r"^[a-z][a-z0-9-]{0,30}$")
+    provider: Literal["aws", "sandbox"] = "sandbox"
+    cluster: ClusterSpec = ClusterSpec()
+    sandbox: SandboxSpec = SandboxSpec()
+    train: TrainConfig = TrainConfig()
+
+
+def find_file(start: Path) -> Path | None:
+    """mics.yaml in `start` or the nearest folder above it, as git looks for its own."""
+    folder = start.absolute()
+    return next((f / FILE_NAME for f in (folder, *folder.parents) if (f / FILE_NAME).is_file()), None)
+
+
+def load(path: Path) -> Spec:
+    """Read mics.yaml. Raises UsageError that names file, line, key, and the nearest known key."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"cannot read {path}", str(reason), next="micsctl init") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, origin: str = FILE_NAME) -> Spec:
+    """Parse the text of mics.yaml; `origin` names it in errors."""
+    try:
+        data: Any = YAML(typ="rt").load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise UsageError(f"{origin}{line} is not valid YAML", str(error.problem or error.context)) from None
+    except (YAMLError, ValueError, RecursionError) as error:
+        raise UsageError(f"{origin} is not valid YAML", str(error).splitlines()[0] if str(error) else "") from None
+    if data is None:
+        return Spec()
+    if not isinstance(data, dict):
+        raise UsageError(f"{origin} must hold keys and values", "for example `name: demo`", next="micsctl init")
+    try:
+        # JSON mode: strict types, yet a list may become a tuple
+        return Spec.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        lines = _explain_all(error.errors(include_url=False), data, origin)
+        raise UsageError(f"{origin} is not valid", "\n".join(lines), next=f"edit {origin}") from None
+
+
+def dump(spec: Spec) -> str:
+    """The spec as YAML with every default; `parse` reads it back to an equal spec."""
+    yaml = YAML()
+    yaml.default_flow_style = False
+    stream = io.StringIO()
+    yaml.dump(spec.model_dump(mode="json"), stream)
+    return stream.getvalue()
+
+
+def _explain_all(errors: Sequence[ErrorDetails], data: CommentedMap, origin: str) -> list[str]:
+    """One line per faulty key. Pydantic reports every branch of a union; those that cannot be meant are left out."""
+    by_key: dict[tuple[str, ...], list[tuple[int, ErrorDetails]]] = {}
+    for detail in errors:
+        if isinstance(detail["input"], dict) and detail["type"] in ("string_type", "literal_error"):
+            continue  # a mapping was given, so the branch that wants a word is not meant
+        line, path = _locate(data, detail)
+        by_key.setdefault(tuple(path), []).append((line, detail))
+    return [
+        f"{origin}:{found[0][0]}: {_explain('.'.join(path), [detail for _, detail in found])}"
+        for path, found in by_key.items()
+    ]
+
+
+def _explain(key: str, details: Sequence[ErrorDetails]) -> str:
+    first = details[0]
+    *parents, last = key.split(".")
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        known = _known_keys(parents)
+        near = difflib.get_close_matches(last, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        return f"unknown key {key!r}; {hint}"
+    messages = [d["msg"].removeprefix("Value error, ") for d in details]
+    message = " or ".join([messages[0], *(m.removeprefix("Input should be ") for m in messages[1:])])
+    if first["type"] == "missing" or first["type"] == "value_error":
+        return f"{key}: {message}"
+    return f"{key}: {message}, got {json.dumps(first['input'], default=str)}"
+
+
+def _locate(data: CommentedMap, detail: ErrorDetails) -> tuple[int, list[str]]:
+    """Line (from 1) and key path of an error; parts of its `loc` that name a union branch are no keys."""
+    line, path = 1, list[str]()
+    here: Any = data
+    for part in detail["loc"]:
+        if isinstance(here, CommentedMap):
+            key = next((k for k in here if str(k) == part), None)
+            if key is None:
+                continue
+            line = here.lc.key(key)[0] + 1
+        elif isinstance(here, CommentedSeq) and isinstance(part, int):
+            key = part
+            line = here.lc.item(part)[0] + 1
+        else:
+            continue
+        path.append(str(part))
+        here = here[key]
+    if detail["type"] == "missing":
+        path.append(str(detail["loc"][-1]))
+    return line, path
+
+
+def _known_keys(path: Sequence[str]) -> list[str]:
+    """The keys that may stand in the section at `path`."""
+    here: Any = Spec
+    for part in path:
+        here = _section(here, part)
+    if here is not None and is_dataclass(here):
+        return [f.name for f in fields(here)]
+    return list(here.model_fields) if isinstance(here, type) and issubclass(here, BaseModel) else []
+
+
+def _section(parent: Any, key: str) -> Any:
+    if isinstance(parent, type) and issubclass(parent, BaseModel):
+        return parent.model_fields[key].annotation
+    import typing
+
+    hint = typing.get_type_hints(parent).get(key)
+    return next((t for t in (hint, *typing.get_args(hint)) if is_dataclass(t)), None)
