@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import io
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
@@ -17,35 +16,15 @@ from typing import Annotated, Any, Literal
 
 from mics.config import TrainConfig
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, PlainSerializer, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from micsctl.duration import format_duration, parse_duration
 from micsctl.errors import UsageError
 
 FILE_NAME = "mics.yaml"
-_DURATION_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
-
-def parse_duration(text: object) -> timedelta:
-    """`90s`, `30m`, `12h`, `2d`. Raises a validation error for anything else and for zero."""
-    if isinstance(text, timedelta):
-        return text
-    match = re.fullmatch(r"(\d+)([smhd])", text) if isinstance(text, str) else None
-    if not match or int(match[1]) == 0:
-        raise PydanticCustomError("duration", "give a duration such as 90s, 30m, 12h or 2d")
-    seconds = int(match[1]) * _DURATION_UNITS[match[2]]
-    if seconds > 365 * 86400:
-        raise PydanticCustomError("duration", "longer than a year")
-    return timedelta(seconds=seconds)
-
-
-def format_duration(duration: timedelta) -> str:
-    """The shortest form that `parse_duration` reads back."""
-    seconds = int(duration.total_seconds())
-    unit = next(u for u in "dhms" if seconds % _DURATION_UNITS[u] == 0)
-    return f"{seconds // _DURATION_UNITS[unit]}{unit}"
 
 
 def format_bytes_binary(size: int) -> str:
@@ -127,7 +106,7 @@ def parse(text: str, origin: str = FILE_NAME) -> Spec:
         raise UsageError(f"{origin} is not valid YAML", str(error).splitlines()[0] if str(error) else "") from None
     if data is None:
         return Spec()
-    if not isinstance(data, dict):
+    if not isinstance(data, CommentedMap):
         raise UsageError(f"{origin} must hold keys and values", "for example `name: demo`", next="micsctl init")
     try:
         # JSON mode: strict types, yet a list may become a tuple
@@ -135,6 +114,18 @@ def parse(text: str, origin: str = FILE_NAME) -> Spec:
     except ValidationError as error:
         lines = _explain_all(error.errors(include_url=False), data, origin)
         raise UsageError(f"{origin} is not valid", "\n".join(lines), next=f"edit {origin}") from None
+
+
+def override(spec: Spec, *, name: str | None = None, region: str | None = None) -> Spec:
+    """The spec with what flags and environment say. Raises UsageError for a value that the file could not hold."""
+    raw = spec.model_dump(mode="json")
+    raw["name"] = name or spec.name
+    raw["cluster"]["region"] = region or spec.cluster.region
+    try:
+        return Spec.model_validate_json(json.dumps(raw))
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
+        raise UsageError("a flag or an environment variable is not valid", "\n".join(lines)) from None
 
 
 def dump(spec: Spec) -> str:

@@ -18,3 +18,4 @@ class AwsSettings:
     ssh_user: str = "ubuntu"
     ssh_port: int = 22
     caller_cidr: str | None = None  # where SSH may come from; None = ask a public "what is my address" service
+    vpc_cidr: str = "10.77.0.0/16"  # of the VPC that `up` makes; a /16

@@ -7,6 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from micsctl.errors import MicsctlError
+
+
+class HostError(MicsctlError):
+    """A node could not be reached, or a command on it failed.
+
+    transient  the same attempt may succeed a moment later (the port is not open yet, the connection broke)
+    """
+
+    def __init__(self, what: str, why: str = "", *, costs: str = "", next: str = "", transient: bool = False) -> None:
+        super().__init__(what, why, costs=costs, next=next)
+        self.transient = transient
+
+
+class LoginError(HostError):
+    """The node's host key is right, and it refuses the cluster's key. A booting node does so for some seconds."""
+
+
+class HostKeyError(HostError):
+    """The host key that a node shows is unknown or not the expected one. Never retried, never accepted."""
+
 
 @dataclass(frozen=True)
 class Result:

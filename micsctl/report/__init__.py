@@ -1,0 +1,1 @@
+"""Tables, plots and pages. Pure: values in, values or text out; cli/render.py prints them."""

@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
+
+
+@dataclass(frozen=True)
+class HostsSettings:
+    """What NetnsHosts, ProcessHosts and FakeHosts are made from: `ProcessHosts(settings)`."""
+
+    sandbox_id: (
+        str  # 8 hex digits, of the sandbox folder; every process carries it as MICSCTL_SANDBOX=<id> in its environment
+    )
+    folder: Path  # exists, mode 0700, empty; the hosts' own, removed by the server after `close`
+    shared_folder: Path  # exists; stands for FSx: /fsx, or MICS_SHARED at process level
+    ssh_user: str  # login user of the nodes (netns level)
+    link_mbps: int | None  # rate of each node's link, None = not shaped (process level: never shaped)
+    metadata_url: str  # process level: a node's AWS_EC2_METADATA_SERVICE_ENDPOINT is f"{metadata_url}/{instance_id}"
 
 
 @dataclass(frozen=True)
@@ -17,6 +32,7 @@ class HostRequest:
     public_key: str  # OpenSSH form, for the login user's authorized_keys
     user_data: bytes
     instance_type: str
+    subnet_cidr: str = ""  # of the primary interface, for the node's route (netns level)
 
 
 class HostEnded(Protocol):
@@ -29,7 +45,9 @@ class NodeHosts(Protocol):
     level: str  # "netns", "process", "none"
     ssh_user: str | None  # None = the one that the cluster asks for
     ssh_port: int
-    vpc_cidr: str
+    vpc_cidr: str  # of the default VPC. A loopback one: all private addresses come from it, whatever the subnet
+    public_cidr: str  # Elastic IPs come from it, lowest first
+    caller_cidr: str  # where the laptop's connections seem to come from
 
     def start(self, requests: Sequence[HostRequest], on_running: Callable[[str], None], on_ended: HostEnded) -> None:
         """Begin to boot; returns at once. Calls back from another thread, once per instance and event."""

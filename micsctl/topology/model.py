@@ -16,6 +16,14 @@ class Device:
 
 
 @dataclass(frozen=True)
+class CpuDevices:
+    """What stands for the GPUs of a node that has none: so many worker processes, each with an emulated memory."""
+
+    count: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
 class NodeFacts:
     """One node as its own commands describe it."""
 

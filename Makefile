@@ -1,0 +1,33 @@
+# Two commands do everything, set-up included:   make demo   make test
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint types wheel clean
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+
+help:      ## these targets
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## ?/\t/' | expand -t 12
+
+setup:     ## the virtual environment and the system packages; takes seconds the second time
+	@bash .ci/setup
+
+demo: setup ## the whole job on this machine, in a sandbox
+	@$(BIN)/micsctl demo
+
+test: setup ## tests, within 10 minutes on 2 cores
+	$(PYTEST) -m "not slow"
+
+test-all: test ## the same and the slow suites
+	$(PYTEST) -m slow
+
+lint: setup ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup ## mypy, strict
+	$(BIN)/mypy
+
+wheel: setup ## dist/*.whl
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:     ## what set-up, tests and demo made, but nothing else
+	rm -rf .venv dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

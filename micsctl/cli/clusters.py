@@ -1,0 +1,127 @@
+"""up, status, topology, ssh, exec, extend, down."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+
+from micsctl.cli.options import Options
+from micsctl.cli.session import Session
+from micsctl.errors import ExitCode, UsageError
+from micsctl.report import clusters as shown
+
+NodeIndex = Annotated[int, typer.Option("--node", help="Number of the node; 0 is the head.", min=0)]
+
+
+def up(
+    options: Options,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be made, make nothing.")] = False,
+    ttl: Annotated[str | None, typer.Option(help="The nodes end by themselves after this, e.g. 12h.")] = None,
+) -> None:
+    """Bring the cluster up: network, placement group, nodes with EFA, SSH; or finish an earlier `up`."""
+    from micsctl.cluster.up import up as bring_up
+
+    session = Session.of(options)
+    try:
+        spec = shown.with_ttl(session.spec, ttl)
+    except ValueError as error:
+        raise UsageError("--ttl is no duration", str(error)) from None
+    session.render.table(shown.intent(spec, session.sandbox))
+    if dry_run:
+        session.render.result(spec.model_dump(mode="json"))
+        return
+    session.confirm(f"bring up {spec.cluster.nodes} x {spec.cluster.type}?")
+    cluster = bring_up(session.aws, spec, session.files, settings=session.settings, report=session.render)
+    session.render.result(cluster, shown.nodes(cluster), text=shown.next_lines(cluster))
+
+
+def status(options: Options) -> None:
+    """Show the cluster: nodes, their state, and when they end."""
+    from micsctl.cluster.find import find
+
+    session = Session.of(options)
+    cluster = find(session.aws, session.spec.name, session.settings)
+    if not cluster:
+        session.render.result(None, text=f"no cluster {session.spec.name!r}; nothing costs money under this name")
+        return
+    left = cluster.ends_at - datetime.now(UTC)
+    session.render.result(cluster, shown.nodes(cluster), text=shown.ends_line(cluster.ends_at, left))
+
+
+def topology(options: Options) -> None:
+    """Ask every node what it has: devices, links, EFA, clock, versions."""
+    session = Session.of(options)
+    cluster = session.cluster()
+    with session.hosts(cluster) as hosts:
+        found = session.discover(cluster, hosts)
+    session.render.result(found, *shown.topology(found))
+
+
+def ssh(
+    options: Options,
+    node: NodeIndex = 0,
+    command: Annotated[list[str] | None, typer.Argument(help="A command in place of a shell.")] = None,
+) -> None:
+    """Open a shell on a node, host keys checked."""
+    from micsctl.remote.ssh import ssh_command
+
+    session = Session.of(options)
+    cluster = session.cluster()
+    if node >= len(cluster.nodes):
+        raise UsageError(f"there is no node {node}", f"the cluster has nodes 0 to {len(cluster.nodes) - 1}")
+    argv = [*ssh_command(cluster, session.files, cluster.nodes[node]), *(command or [])]
+    session.render.detail(" ".join(argv))
+    os.execvp(argv[0], argv)
+
+
+def exec_(
+    options: Options,
+    command: Annotated[list[str], typer.Argument(help="The command, run with bash on every node.")],
+) -> None:
+    """Run a command on every node; the exit code is the first one that is not 0."""
+    from micsctl.remote import fanout
+
+    session = Session.of(options)
+    cluster = session.cluster()
+    line = " ".join(command)
+    with session.hosts(cluster) as hosts:
+        results = fanout.each(hosts, lambda host: host.run(line, check=False, timeout_seconds=3600))
+    answers = [{"node": node.index, **vars(result)} for node, result in zip(cluster.nodes, results, strict=True)]
+    if options.json:
+        session.render.result(answers)
+    for node, result in zip(cluster.nodes, results, strict=True):
+        for text in () if options.json else (result.stdout + result.stderr).splitlines():
+            session.render.line(f"{node.index}: {text}")
+    code = next((result.exit_code for result in results if result.exit_code), 0)
+    sys.exit(ExitCode.JOB if code else ExitCode.DONE)
+
+
+def extend(options: Options, duration: Annotated[str, typer.Argument(help="From now on, e.g. 4h.")]) -> None:
+    """Let the nodes live longer: they end this long from now."""
+    from micsctl.cluster.extend import extend as lengthen
+    from micsctl.duration import parse_duration
+
+    session = Session.of(options)
+    try:
+        length = parse_duration(duration)
+    except ValueError as error:
+        raise UsageError("no duration", str(error), next="micsctl extend 4h") from None
+    cluster = session.cluster()
+    with session.hosts(cluster) as hosts:
+        ends_at = lengthen(hosts, length)
+    session.render.result({"ends_at": ends_at}, text=shown.ends_line(ends_at, length))
+
+
+def down(options: Options) -> None:
+    """Take everything down and prove that nothing is left."""
+    from micsctl.cluster.down import down as take_down
+
+    session = Session.of(options)
+    if not session.sandbox:
+        session.confirm(f"take down cluster {session.spec.name!r}?")
+    result = take_down(session.aws, session.spec.name, session.files, report=session.render)
+    session.render.result(result, text="nothing is left; nothing costs money")

@@ -1,0 +1,229 @@
+"""The whole job on this machine: the same commands that a real cluster gets, one after the other."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from micsctl.cli.options import Options
+from micsctl.cli.render import Render, RunView
+from micsctl.cli.session import Session
+from micsctl.errors import ExitCode, JobError, MicsctlError, UsageError
+from micsctl.home import Home
+from micsctl.report import clusters as cluster_report
+from micsctl.report import demo as demo_report
+from micsctl.report import plans as plan_report
+from micsctl.report.curve import Curve, curve, parse_metrics
+
+if TYPE_CHECKING:
+    from mics.config import RunConfig
+
+    from micsctl.remote.host import Host
+    from micsctl.spec import Spec
+    from micsctl.topology.model import Topology
+
+_KILL_AFTER_STEP = 12
+_KILLED_RANK = 5
+
+
+class DemoSession(Session):
+    """A session with the default spec and a home of its own, so that it meets no other sandbox or cluster."""
+
+    @cached_property
+    def spec(self) -> Spec:
+        from micsctl.spec import Spec
+
+        return Spec()
+
+
+def demo(
+    options: Options,
+    output: Annotated[Path, typer.Option(help="Folder of report.html.")] = Path("demo"),
+) -> None:
+    """The whole job on this machine: sandbox, up, topology, plan, ZeRO-3 and MiCS, a crash and resume, down."""
+    render = Render(json=options.json, verbose=options.verbose, quiet=options.quiet)
+    session = DemoSession(options, render, Home(Home.find().folder / "demo"))
+    _writable(output)
+    started = time.monotonic()
+    with _everything_ends(session):
+        stage, zero3, mics = _train_both(session)
+        comparison = demo_report.table(stage, zero3, mics)
+        render.table(comparison)
+        (output / "report.html").write_text(demo_report.html(stage, zero3, mics), encoding="utf-8")
+        render.note(f"  wrote {output / 'report.html'}")
+        left_in_cloud = _down(session)
+    left_here = _leftovers(session)
+    found = demo_report.result(
+        stage, zero3, mics, seconds=time.monotonic() - started, leftovers=left_in_cloud + left_here
+    )
+    render.note(f"  left behind: {found.leftovers}")
+    render.last_line(asdict(found))
+    if not found.ok:
+        raise typer.Exit(ExitCode.FAILURE)
+
+
+def _train_both(session: DemoSession) -> tuple[demo_report.Stage, Curve, Curve]:
+    from micsctl.cluster.up import up
+
+    render = session.render
+    with render.phase("sandbox"):
+        sandbox = session.sandbox
+        assert sandbox is not None
+    render.note(f"  level {sandbox.level}, {cluster_report.links(sandbox)}")
+    if not sandbox.shaped:
+        render.note("  without root there is no shaping: bytes are counted in the trainer, seconds say nothing")
+    cluster = up(session.aws, session.spec, session.files, settings=session.settings, report=render)
+    render.table(cluster_report.nodes(cluster))
+    with session.hosts(cluster) as hosts:
+        with render.phase("topology"):
+            topology = session.discover(cluster, hosts)
+        for table in cluster_report.topology(topology):
+            render.table(table)
+        chosen = _plan(session, topology)
+        stage = demo_report.Stage(
+            level=sandbox.level,
+            shaped=sandbox.shaped,
+            link_mbps=sandbox.link_mbps,
+            nodes=len(cluster.nodes),
+            devices=topology.devices_per_node,
+            partition_size=chosen,
+        )
+        zero3 = _run(session, hosts, topology, "zero3")
+        mics = _run_with_a_crash(session, hosts, topology)
+    return stage, zero3, mics
+
+
+def _plan(session: DemoSession, topology: Topology) -> int:
+    from micsctl.planner.machines import machines_from
+    from micsctl.planner.plan import plan
+
+    made = plan(session.spec.train, machines_from(topology))
+    for table in plan_report.plan(made):
+        session.render.table(table)
+    return made.partition_size
+
+
+def _run(session: DemoSession, hosts: list[Host], topology: Topology, strategy: str) -> Curve:
+    from micsctl.runs.prepare import prepare
+
+    config = prepare(session.spec.train, topology, hosts, strategy=strategy)
+    _start_and_follow(session, hosts, topology, config, RunView(session.render, config.train.steps))
+    return curve(strategy, [_metrics(hosts, config)])
+
+
+def _run_with_a_crash(session: DemoSession, hosts: list[Host], topology: Topology) -> Curve:
+    """MiCS, one rank killed on the way, gone on from the checkpoint."""
+    from micsctl.runs.prepare import prepare
+
+    first = prepare(session.spec.train, topology, hosts, strategy="mics")
+    killer = Killer(session.render, hosts, first)
+    try:
+        _start_and_follow(session, hosts, topology, first, killer)
+    except JobError as error:
+        if not killer.has_struck:
+            raise
+        session.render.note(f"  {error.what}")
+    else:
+        raise MicsctlError("the demo's crash did not happen", f"run {first.run_id} ended without it")
+    second = prepare(session.spec.train, topology, hosts, strategy="mics", resume=first.run_id)
+    _start_and_follow(session, hosts, topology, second, RunView(session.render, second.train.steps))
+    return curve("mics", [_metrics(hosts, first), _metrics(hosts, second)])
+
+
+class Killer(RunView):
+    """Shows the run, and kills one rank after a step that lies behind a checkpoint."""
+
+    def __init__(self, render: Render, hosts: list[Host], config: RunConfig) -> None:
+        super().__init__(render, config.train.steps)
+        self._hosts, self._config = hosts, config
+        self.has_struck = False
+
+    def metrics(self, line: dict[str, Any]) -> None:
+        super().metrics(line)
+        if line["step"] < _KILL_AFTER_STEP or self.has_struck:
+            return
+        self.has_struck = True
+        host = self._hosts[_KILLED_RANK // self._config.devices_per_node]
+        self.output(f"killing rank {_KILLED_RANK} on {host.name}")
+        of_the_run = f"grep -lz '^MICS_RUN_ID={self._config.run_id}$' /proc/[0-9]*/environ 2>/dev/null"
+        host.run(f"kill -9 $(grep -lz '^RANK={_KILLED_RANK}$' $({of_the_run}) 2>/dev/null | cut -d/ -f3)")
+
+
+def _start_and_follow(
+    session: DemoSession, hosts: list[Host], topology: Topology, config: RunConfig, view: RunView
+) -> None:
+    from micsctl.runs.follow import follow
+    from micsctl.runs.launch import start
+
+    with session.render.phase(f"start run {config.run_id}"):
+        start(hosts, topology, config)
+    try:
+        follow(hosts, config.run_id, view)
+    finally:
+        view.close()
+
+
+def _metrics(hosts: list[Host], config: RunConfig) -> list[dict[str, Any]]:
+    return parse_metrics(hosts[0].read(f".micsctl/runs/{config.run_id}/metrics.jsonl") or "")
+
+
+def _down(session: DemoSession) -> int:
+    """Take the cluster down; the number of resources that are still there."""
+    from micsctl.cluster.down import down
+    from micsctl.cluster.find import resources
+
+    down(session.aws, session.spec.name, session.files, report=session.render)
+    return len(resources(session.aws, session.spec.name))
+
+
+def _leftovers(session: DemoSession) -> int:
+    from micsctl.sandbox import control
+
+    left = control.leftovers(session.home)
+    for name in left.names:
+        session.render.note(f"  left behind: {name}")
+    return left.total
+
+
+@contextmanager
+def _everything_ends(session: DemoSession) -> Iterator[None]:
+    """Whatever happens inside, the sandbox and all that ran in it are gone afterwards; SIGTERM counts as Ctrl-C."""
+    from micsctl.sandbox import control
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        patient = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop the cleaning
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            with session.render.phase("sandbox stop"):
+                control.stop(session.home)
+        finally:
+            signal.signal(signal.SIGINT, patient)
+            signal.signal(signal.SIGTERM, before)
+
+
+def _writable(folder: Path) -> None:
+    """Make the folder and try it, before minutes are spent."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"cannot write into {folder}", error.strerror or str(error), next="micsctl demo --output"
+        ) from None

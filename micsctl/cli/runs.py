@@ -1,0 +1,128 @@
+"""plan, launch, logs, runs, stop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from micsctl.cli.options import Options
+from micsctl.cli.render import RunView
+from micsctl.cli.session import Session
+from micsctl.errors import Interrupted, UsageError
+from micsctl.report import plans as plan_report
+from micsctl.report import runs as run_report
+
+if TYPE_CHECKING:
+    from micsctl.remote.host import Host
+
+RunId = Annotated[str | None, typer.Argument(help="Id of the run; default: the newest.")]
+
+
+def plan(options: Options) -> None:
+    """Choose the partition size and say why. Costs nothing and needs no cluster."""
+    from micsctl.planner.plan import plan as make_plan
+
+    session = Session.of(options)
+    made = make_plan(session.spec.train, session.machines)
+    session.render.result(made, *plan_report.plan(made))
+
+
+def launch(
+    options: Options,
+    detach: Annotated[bool, typer.Option("--detach", help="Start it and leave.")] = False,
+    resume: Annotated[str | None, typer.Option(help="Go on from the newest whole checkpoint of this run.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="In place of the file's: mics, mics-flat, zero3, ddp.")] = None,
+    master_port: Annotated[int | None, typer.Option(help="TCP port of the rendezvous.", min=1, max=65535)] = None,
+) -> None:
+    """Train: plan for the machines that are there, ship the trainer, start it on every node, and watch it."""
+    from micsctl.runs.launch import start
+    from micsctl.runs.prepare import prepare
+
+    session = Session.of(options)
+    cluster = session.cluster()
+    with session.hosts(cluster) as hosts:
+        with session.render.phase("topology"):
+            topology = session.discover(cluster, hosts)
+        config = prepare(session.spec.train, topology, hosts, strategy=strategy, resume=resume)
+        with session.render.phase(f"start run {config.run_id}"):
+            start(hosts, topology, config, master_port=master_port)
+        if detach:
+            session.render.result({"run_id": config.run_id}, text=f"next: micsctl logs -f {config.run_id}")
+            return
+        _watch(session, hosts, config.run_id, config.train.steps)
+        session.render.result({"run_id": config.run_id, "exit_code": 0}, text=f"run {config.run_id} is done")
+
+
+def logs(
+    options: Options,
+    run: RunId = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    rank: Annotated[int, typer.Option(help="Whose log.", min=0)] = 0,
+) -> None:
+    """Show what a rank wrote, or watch a run."""
+    from micsctl.runs.logs import rank_log
+    from micsctl.runs.state import find_run
+
+    session = Session.of(options)
+    cluster = session.cluster()
+    with session.hosts(cluster) as hosts:
+        found = find_run(hosts, _checked(run))
+        if follow and rank == 0:
+            _watch(session, hosts, found.run_id, found.config.train.steps)
+            return
+        if rank >= found.config.world_size:
+            raise UsageError(f"run {found.run_id} has no rank {rank}", f"it has {found.config.world_size} ranks")
+        rank_log(hosts, found, rank, session.render.line, follow=follow)
+
+
+def runs(options: Options) -> None:
+    """List the runs that the nodes know."""
+    from micsctl.runs.state import list_runs
+
+    session = Session.of(options)
+    cluster = session.cluster()
+    with session.hosts(cluster) as hosts:
+        found = list_runs(hosts)
+    session.render.result([run_report.summary(run) for run in found], run_report.table(found))
+
+
+def stop(
+    options: Options,
+    run: RunId = None,
+    grace: Annotated[float, typer.Option(help="Seconds in which it may save a checkpoint.", min=0)] = 30,
+) -> None:
+    """End a run by its id: it saves a checkpoint first."""
+    from micsctl.runs.state import find_run
+    from micsctl.runs.stop import stop as end
+
+    session = Session.of(options)
+    cluster = session.cluster()
+    with session.hosts(cluster) as hosts:
+        run_id = find_run(hosts, _checked(run)).run_id
+        with session.render.phase(f"stop run {run_id}"):
+            end(hosts, run_id, grace_seconds=grace)
+        found = find_run(hosts, run_id)
+    session.render.result(run_report.summary(found), text=f"run {run_id}: {found.status}")
+
+
+def _checked(run: str | None) -> str | None:
+    from micsctl.runs.model import checked_run_id
+
+    return checked_run_id(run) if run else None
+
+
+def _watch(session: Session, hosts: list[Host], run_id: str, steps: int) -> None:
+    from micsctl.runs.follow import follow
+
+    view = RunView(session.render, steps)
+    try:
+        follow(hosts, run_id, view)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "stopped watching",
+            costs=f"run {run_id} goes on, and so does what the machines cost",
+            next=f"micsctl logs -f {run_id}   or   micsctl stop {run_id}",
+        ) from None
+    finally:
+        view.close()

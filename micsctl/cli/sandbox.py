@@ -1,0 +1,82 @@
+"""sandbox start, status, stop, fault."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from micsctl.cli.options import Options
+from micsctl.cli.session import Session
+from micsctl.errors import UsageError
+from micsctl.report.clusters import links
+
+if TYPE_CHECKING:
+    from micsctl.sandbox.control import SandboxInfo
+
+
+def _public(info: SandboxInfo) -> dict[str, Any]:
+    """What may be shown: everything but the key."""
+    shown = asdict(info)
+    shown["settings"] = {"endpoint_url": info.settings.endpoint_url, "region": info.settings.region}
+    return shown
+
+
+def _line(info: SandboxInfo) -> str:
+    return f"sandbox runs: level {info.level}, {links(info)}, {info.devices_per_node} devices a node, pid {info.pid}"
+
+
+def start(options: Options) -> None:
+    """Start the sandbox (any command does so on first use)."""
+    from micsctl.sandbox import control
+
+    session = Session.of(options)
+    info = control.ensure(session.home, session.spec.sandbox, session.spec.cluster.ssh_user)
+    session.render.result(_public(info), text=_line(info))
+
+
+def status(options: Options) -> None:
+    """Say whether a sandbox runs, and what it is."""
+    from micsctl.sandbox import control
+
+    session = Session.of(options)
+    info = control.status(session.home)
+    session.render.result(_public(info) if info else None, text=_line(info) if info else "no sandbox runs")
+
+
+def stop(options: Options) -> None:
+    """End the sandbox with everything in it, and prove that nothing is left."""
+    from micsctl.sandbox import control
+
+    session = Session.of(options)
+    left = control.stop(session.home)
+    session.render.result(left, text=f"left behind: {left.total}")
+
+
+def fault(
+    options: Options,
+    action: Annotated[str | None, typer.Argument(help="EC2 action, e.g. RunInstances.")] = None,
+    code: Annotated[str | None, typer.Argument(help="Error code, e.g. InsufficientInstanceCapacity.")] = None,
+    zone: Annotated[str | None, typer.Option(help="Only in this zone.")] = None,
+    times: Annotated[int | None, typer.Option(help="How often; default: until cleared.", min=1)] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Take all faults away.")] = False,
+) -> None:
+    """Make the emulated EC2 fail on purpose, or list what is set."""
+    from micsctl.sandbox import control
+    from micsctl.sandbox.faults import Fault
+
+    session = Session.of(options)
+    if clear:
+        control.clear_faults(session.home)
+    elif action and code:
+        control.inject(session.home, Fault(action=action, code=code, zone=zone, times=times))
+    elif action:
+        raise UsageError(
+            "a fault needs an action and a code", "", next="micsctl sandbox fault RunInstances VcpuLimitExceeded"
+        )
+    faults = control.faults(session.home)
+    lines = [
+        f"{f.action} -> {f.code}{f' in {f.zone}' if f.zone else ''}, {f.times or 'any number of'} times" for f in faults
+    ]
+    session.render.result(faults, text="\n".join(lines) or "no faults are set")

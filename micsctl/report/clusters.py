@@ -1,0 +1,112 @@
+"""Cluster and topology as tables. Pure."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Protocol
+
+from micsctl.cluster.model import Cluster
+from micsctl.duration import format_duration, parse_duration
+from micsctl.report.table import Table, format_memory, format_seconds
+from micsctl.topology.model import Device, NodeFacts, Topology
+
+if TYPE_CHECKING:
+    from micsctl.spec import Spec
+
+
+class SandboxFacts(Protocol):
+    """What a table says about the sandbox."""
+
+    @property
+    def level(self) -> str: ...
+    @property
+    def link_mbps(self) -> int | None: ...
+    @property
+    def shaped(self) -> bool: ...
+
+
+def with_ttl(spec: Spec, ttl: str | None) -> Spec:
+    """The spec with the flag's time to live."""
+    if ttl is None:
+        return spec
+    return spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"ttl": parse_duration(ttl)})})
+
+
+def intent(spec: Spec, sandbox: SandboxFacts | None) -> Table:
+    """What `up` is about to make."""
+    cluster = spec.cluster
+    where = f"sandbox on this machine, level {sandbox.level}, {links(sandbox)}" if sandbox else cluster.region
+    rows = (
+        ("cluster", spec.name),
+        ("nodes", f"{cluster.nodes} x {cluster.type}"),
+        ("where", where),
+        ("zones", ", ".join(cluster.zones) or "any that offers the type, one for all nodes"),
+        ("reached by", "Elastic IP on node 0, the others through it"),
+        ("ends itself", f"{format_duration(cluster.ttl)} after the start"),
+    )
+    return Table("", ("", " "), rows)
+
+
+def links(sandbox: SandboxFacts) -> str:
+    return f"links shaped to {sandbox.link_mbps} Mbit/s" if sandbox.shaped else "links not shaped"
+
+
+def nodes(cluster: Cluster) -> Table:
+    rows = tuple((str(n.index), n.instance_id, n.state, n.private_ip, n.public_ip or "-") for n in cluster.nodes)
+    title = f"cluster {cluster.name}: {len(cluster.nodes)} x {cluster.instance_type} in {cluster.zone}"
+    return Table(title, ("node", "instance", "state", "private address", "public address"), rows)
+
+
+def next_lines(cluster: Cluster) -> str:
+    name = "" if cluster.name == "demo" else f" -n {cluster.name}"
+    lines = [f"micsctl {word}{name}" for word in ("topology", "plan", "launch", "logs -f", "ssh", "down")]
+    return "next: " + "   ".join(lines) + f"\nends itself at {cluster.ends_at:%Y-%m-%d %H:%M} UTC"
+
+
+def ends_line(ends_at: datetime, left: timedelta) -> str:
+    return f"ends itself at {ends_at:%Y-%m-%d %H:%M} UTC, in {format_seconds(max(0.0, left.total_seconds()))}"
+
+
+def topology(found: Topology) -> tuple[Table, Table]:
+    """Nodes with their devices, and how the devices are linked."""
+    rows = tuple(_node_row(rank, node) for rank, node in enumerate(found.nodes))
+    columns = ("order", "node", "instance", "address", "interface", "devices", "EFA", "clock", "torch", "switches")
+    machines = Table("nodes, in the order in which ranks are given out", columns, rows, frozenset({"EFA", "clock"}))
+    return machines, _link_table(found.nodes[0])
+
+
+def _node_row(rank: int, node: NodeFacts) -> tuple[str, ...]:
+    first = node.devices[0]
+    return (
+        str(rank),
+        str(node.index),
+        node.instance_id,
+        node.private_ip,
+        node.interface,
+        f"{len(node.devices)} x {first.name}, {format_memory(first.memory_bytes)}",
+        str(len(node.efa_devices)),
+        f"{node.clock_offset_seconds * 1000:+.0f} ms",
+        node.versions.get("torch", "-"),
+        " > ".join(node.network_nodes) or "-",
+    )
+
+
+def _link_table(node: NodeFacts) -> Table:
+    """NVLinks between the devices of one node; a CPU node's devices are processes."""
+    if not node.nvlinks:
+        workers = tuple((str(device.index), device.name, _numa(device)) for device in node.devices)
+        return Table("devices of a node: worker processes, joined by its loopback", ("device", "kind", "NUMA"), workers)
+    columns = ("device", "NUMA", *(str(device.index) for device in node.devices))
+    rows = tuple(
+        (
+            str(device.index),
+            _numa(device),
+            *("." if i == j else f"NV{n}" if n else "-" for j, n in enumerate(node.nvlinks[i])),
+        )
+        for i, device in enumerate(node.devices)
+    )
+    return Table("links between the devices of a node", columns, rows)
+
+
+def _numa(device: Device) -> str:
+    return "-" if device.numa_node is None else str(device.numa_node)

@@ -1,0 +1,39 @@
+"""Runs as a table. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from micsctl.report.table import Table
+from micsctl.runs.model import Run
+
+
+def summary(run: Run) -> dict[str, Any]:
+    train = run.config.train
+    return {
+        "run_id": run.run_id,
+        "status": run.status.value,
+        "strategy": train.strategy,
+        "partition_size": run.config.grid.partition_size,
+        "step": run.last_step,
+        "steps": train.steps,
+        "loss": run.last_loss,
+        "resumed_from": run.config.resume_from,
+        "exit_codes": {node.index: node.exit_code for node in run.nodes},
+    }
+
+
+def table(runs: Sequence[Run]) -> Table:
+    rows = tuple(
+        (
+            run.run_id,
+            run.status.value,
+            run.config.train.strategy,
+            str(run.config.grid.partition_size),
+            f"{run.last_step or 0}/{run.config.train.steps}",
+            "-" if run.last_loss is None else f"{run.last_loss:.4f}",
+        )
+        for run in runs
+    )
+    return Table("runs", ("run", "status", "strategy", "p", "step", "loss"), rows, frozenset({"p", "step", "loss"}))

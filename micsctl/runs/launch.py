@@ -1,0 +1,123 @@
+"""Start a run on every node."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from mics.config import RunConfig
+
+from micsctl import resources
+from micsctl.errors import UsageError
+from micsctl.planner.model import Plan
+from micsctl.remote import fanout
+from micsctl.remote.host import Host
+from micsctl.runs import code
+from micsctl.runs.environment import environment
+from micsctl.runs.model import Status
+from micsctl.runs.state import list_runs
+from micsctl.topology.model import NodeFacts, Topology
+
+_FREE_PORT = (
+    "import socket,sys; s=socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1);"
+    " s.bind(('', int(sys.argv[1]))); print(s.getsockname()[1])"
+)
+
+
+def configure(plan: Plan, topology: Topology, run_id: str, *, resume_from: str | None = None) -> RunConfig:
+    """The run.json of a plan on these machines. Pure but for the sync token."""
+    shared_loopback = any(node.interface == "lo" for node in topology.nodes)
+    interfaces = {node.interface for node in topology.nodes}
+    return RunConfig(
+        run_id=run_id,
+        train=plan.train,
+        nodes=len(topology.nodes),
+        devices_per_node=topology.devices_per_node,
+        # counters can be read where each node has an interface of its own, with one name everywhere
+        interface=None if shared_loopback or len(interfaces) > 1 else interfaces.pop(),
+        resume_from=resume_from,
+        sync_token=secrets.token_hex(8),
+    )
+
+
+def start(hosts: Sequence[Host], topology: Topology, config: RunConfig, *, master_port: int | None = None) -> None:
+    """Ship the code, write the run's folder and start it detached on every node. `hosts` are in node order.
+
+    Raises UsageError when a run is still going on these nodes (its devices are taken) or the port is in use.
+    """
+    by_index = {host.index: host for host in hosts}
+    ordered = [by_index[node.index] for node in topology.nodes]
+    _refuse_second_run(hosts)
+    port = _port(ordered[0], master_port)
+    package = resources.trainer()
+    code_hash = code.content_hash(package)
+    fanout.each(ordered, lambda host: code.ship(host, package, code_hash))
+    scripts = {
+        node.index: start_script(config, topology, rank, port=port, code_hash=code_hash)
+        for rank, node in enumerate(topology.nodes)
+    }
+    folder = f".micsctl/runs/{config.run_id}"
+
+    def prepare(host: Host) -> None:
+        host.write(f"{folder}/run.json", config.to_json())
+        host.write(f"{folder}/start.sh", scripts[host.index])
+
+    def detach(host: Host) -> None:
+        host.run(f"cd {folder} && {{ setsid bash start.sh </dev/null >/dev/null 2>&1 & echo $! >pid; }}")
+
+    fanout.each(ordered, prepare)
+    fanout.each(ordered, detach)
+
+
+def start_script(config: RunConfig, topology: Topology, rank: int, *, port: int, code_hash: str) -> str:
+    """start.sh of the node with this place in the launch order. Rendezvous is static, on private addresses."""
+    node: NodeFacts = topology.nodes[rank]
+    templates = Environment(
+        loader=FileSystemLoader(resources.templates()),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    return templates.get_template("start.sh.j2").render(
+        run_id=config.run_id,
+        code_hash=code_hash,
+        environment=environment(node),
+        node_index=node.index,
+        nodes=config.nodes,
+        node_rank=rank,
+        devices_per_node=config.devices_per_node,
+        master_address=topology.nodes[0].private_ip,
+        master_port=port,
+        local_address=node.private_ip,
+    )
+
+
+def resume_config(config: RunConfig, *, run_id: str, checkpoint: str) -> RunConfig:
+    """The same run again under a new id, from one whole checkpoint."""
+    return replace(config, run_id=run_id, resume_from=checkpoint, sync_token=secrets.token_hex(8))
+
+
+def _refuse_second_run(hosts: Sequence[Host]) -> None:
+    running = next((run for run in list_runs(hosts) if run.status is Status.RUNNING), None)
+    if running:
+        raise UsageError(
+            f"run {running.run_id} is still going on this cluster",
+            "its devices are taken",
+            next=f"micsctl logs -f {running.run_id}   or   micsctl stop {running.run_id}",
+        )
+
+
+def _port(head: Host, wanted: int | None) -> int:
+    """A free TCP port on the head node; the one asked for, or any."""
+    answer = head.run(f'.micsctl/python -c "{_FREE_PORT}" {wanted or 0}', check=False)
+    if answer.exit_code == 0:
+        return int(answer.stdout)
+    holder = head.run(f"ss -Hltnp 'sport = :{wanted}' 2>/dev/null", check=False).stdout.strip()
+    raise UsageError(
+        f"port {wanted} is in use on {head.name}",
+        holder or answer.stderr.strip().splitlines()[-1],
+        next="micsctl launch without --master-port chooses a free one",
+    )

@@ -1,0 +1,79 @@
+"""A run and what is known of it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+
+from mics.config import RunConfig
+
+from micsctl.errors import UsageError
+
+# exit codes of mics.train
+CONFIG_EXIT_CODE = 2  # a mistake in the configuration, the data or the checkpoint path
+SAVED_EXIT_CODE = 75  # asked to stop, checkpoint written
+
+
+class Status(StrEnum):
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    STOPPED = "stopped"  # asked to end; it saved a checkpoint first
+    LOST = "lost"  # no exit code and no process: the machine or the launcher was killed
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """What one node's run folder says."""
+
+    index: int
+    alive: bool
+    exit_code: int | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first rank that failed, as torchrun on its node saw it."""
+
+    rank: int
+    local_rank: int
+    node: str
+    exit_code: int  # negative: ended by that signal
+    at_seconds: float
+    last_lines: str  # of the rank's stderr
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as its folders on the nodes describe it."""
+
+    run_id: str
+    config: RunConfig
+    nodes: tuple[NodeState, ...]
+    last_step: int | None
+    last_loss: float | None
+
+    @property
+    def status(self) -> Status:
+        if any(node.exit_code for node in self.nodes):
+            stopped = all(node.exit_code in (0, SAVED_EXIT_CODE) for node in self.nodes)
+            return Status.STOPPED if stopped else Status.FAILED
+        if all(node.exit_code == 0 for node in self.nodes):
+            return Status.DONE
+        return Status.RUNNING if any(node.alive for node in self.nodes) else Status.LOST
+
+
+def new_run_id(strategy: str, now: datetime | None = None) -> str:
+    """Sorts by time, says what ran, and never repeats: `1129-201530-mics-3f2a`."""
+    moment = now or datetime.now(UTC)
+    return f"{moment:%m%d-%H%M%S}-{strategy}-{secrets.token_hex(2)}"
+
+
+def checked_run_id(text: str) -> str:
+    """A run id from the command line. It becomes part of remote commands, so only its own form is let through."""
+    if not re.fullmatch(r"[0-9]{4}-[0-9]{6}-[a-z0-9-]+", text):
+        raise UsageError(f"{text!r} is no run id", "it looks like 1129-201530-mics-3f2a", next="micsctl runs")
+    return text

@@ -1,0 +1,51 @@
+"""From the train section and the machines that are there to run.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mics.config import RunConfig, TrainConfig
+from mics.strategies import STRATEGIES, free_partition
+
+from micsctl.errors import UsageError
+from micsctl.planner.machines import machines_from
+from micsctl.planner.plan import plan
+from micsctl.remote.host import Host
+from micsctl.runs.checkpoints import newest_whole
+from micsctl.runs.launch import configure
+from micsctl.runs.model import checked_run_id, new_run_id
+from micsctl.runs.state import find_run
+from micsctl.topology.model import Topology
+
+
+def prepare(
+    train: TrainConfig,
+    topology: Topology,
+    hosts: Sequence[Host],
+    *,
+    strategy: str | None = None,
+    resume: str | None = None,
+) -> RunConfig:
+    """Plan for these machines and answer every `auto`.
+
+    strategy  in place of the file's; one that fixes p takes the file's partition size off
+    resume    id of a run; the new run goes on from its newest whole checkpoint
+
+    Raises UsageError for an unknown strategy or run, a run without a whole checkpoint, and a plan that does not fit.
+    """
+    train = _with_strategy(train, strategy) if strategy else train
+    chosen = plan(train, machines_from(topology)).train
+    config = configure(chosen, topology, new_run_id(chosen.strategy))
+    if resume is None:
+        return config
+    earlier = find_run(hosts, checked_run_id(resume))
+    checkpoint = newest_whole(hosts[0], earlier.config)
+    return replace(config, resume_from=checkpoint)
+
+
+def _with_strategy(train: TrainConfig, strategy: str) -> TrainConfig:
+    if strategy not in STRATEGIES:
+        raise UsageError(f"unknown strategy {strategy!r}", f"known: {', '.join(STRATEGIES)}")
+    changed = replace(train, strategy=strategy)  # type: ignore[arg-type]  # checked against the same names just above
+    return changed if free_partition(strategy) else replace(changed, partition="auto", hierarchical="auto")

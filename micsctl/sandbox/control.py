@@ -1,0 +1,1 @@
+"""The sandbox as the command line sees it: start it, look at it, break it, stop it."""

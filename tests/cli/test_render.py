@@ -1,0 +1,61 @@
+"""What the user sees, and what a pipe reads."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+
+import pytest
+
+from micsctl.cli.render import Render, plain
+from micsctl.cluster.model import Cluster, Node
+from micsctl.errors import PartialError
+from micsctl.report.table import Table
+
+TABLE = Table("runs", ("run", "step"), (("a", "1"), ("bbb", "10")), frozenset({"step"}), "two runs")
+
+
+def test_tables_are_aligned_and_plain_when_piped(capsys: pytest.CaptureFixture[str]) -> None:
+    Render().table(TABLE)
+    assert capsys.readouterr().out == "runs\nrun  step\na       1\nbbb    10\ntwo runs\n\n"
+
+
+def test_json_is_one_document_and_tables_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    render = Render(json=True)
+    moment = datetime(2026, 1, 2, tzinfo=UTC)
+    cluster = Cluster("demo", "sandbox", "r", "z", "t", "u", 22, moment, moment, (Node(0, "i", "running", "ip", None),))
+    render.table(TABLE)
+    render.result(cluster, TABLE, text="hello")
+    read = json.loads(capsys.readouterr().out)
+    assert read["nodes"] == [
+        {"index": 0, "instance_id": "i", "state": "running", "private_ip": "ip", "public_ip": None}
+    ]
+    assert read["created_at"] == "2026-01-02T00:00:00+00:00"
+
+
+def test_an_error_has_four_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    error = PartialError("down stopped", "line one\nline two", costs="1 node runs, $22/h", next="micsctl down")
+    Render().error(error)
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == [
+        "micsctl: down stopped", "  line one", "  line two", "1 node runs, $22/h", "next: micsctl down",
+    ]  # fmt: skip
+    assert captured.out == ""
+    Render(json=True).error(error)
+    assert json.loads(capsys.readouterr().out)["error"]["exit_code"] == 6
+
+
+def test_quiet_keeps_results_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    render = Render(quiet=True)
+    render.note("chatter")
+    with render.phase("work"):
+        pass
+    render.result({}, text="answer")
+    render.error(PartialError("broken"))
+    captured = capsys.readouterr()
+    assert captured.out == "answer\n"
+    assert captured.err == "micsctl: broken\n"
+
+
+def test_plain_knows_every_value_we_hold() -> None:
+    json.dumps(plain({"a": (1, {2}), "when": datetime.now(UTC), "table": TABLE}))

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from micsctl.aws.session import Aws, connect
+from micsctl.aws.settings import AwsSettings
+from micsctl.cluster.model import Cluster
+from micsctl.home import ClusterFiles
+from micsctl.remote.host import Host, Result
+
+
+class Emulator:
+    """The child process of emulator.py."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        self._process, self.endpoint = process, f"http://127.0.0.1:{port}"
+
+    def fault(self, action: str, code: str, **more: Any) -> None:
+        self._ask({"fault": {"action": action, "code": code, **more}})
+
+    def clear(self) -> None:
+        self._ask({"clear": True})
+
+    def end(self, instance_id: str) -> None:
+        """The instance shuts itself down."""
+        self._ask({"end": instance_id})
+
+    def resources(self) -> list[str]:
+        return self._ask({})
+
+    def _ask(self, request: dict[str, Any]) -> list[str]:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+@pytest.fixture(scope="session")
+def _emulator() -> Iterator[Emulator]:
+    script = Path(__file__).with_name("emulator.py")
+    process = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        yield Emulator(process, int(process.stdout.readline()))
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def emulator(_emulator: Emulator) -> Iterator[Emulator]:
+    """No faults, nothing left of the test before."""
+    _emulator.clear()
+    assert _emulator.resources() == []
+    yield _emulator
+    _emulator.clear()
+
+
+@pytest.fixture
+def aws(emulator: Emulator) -> Aws:
+    return connect(
+        AwsSettings(
+            region="us-east-1",
+            endpoint_url=emulator.endpoint,
+            access_key="testing",
+            secret_key="testing",
+            poll_seconds=0.02,
+            caller_cidr="203.0.113.7/32",
+        )
+    )
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> ClusterFiles:
+    return ClusterFiles(tmp_path / "clusters" / "demo")
+
+
+@dataclass
+class Recorder:
+    """Progress that remembers."""
+
+    phases: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.phases.append(name)
+        yield
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture
+def report() -> Recorder:
+    return Recorder()
+
+
+@dataclass
+class FakeHost:
+    """A node whose files are a dictionary; an exception in it is raised when the file is read."""
+
+    index: int
+    files: dict[str, str | Exception | None] = field(default_factory=lambda: {".micsctl/ready": "ok\n"})
+
+    @property
+    def name(self) -> str:
+        return f"node {self.index}"
+
+    def read(self, path: str) -> str | None:
+        content = self.files.get(path)
+        if isinstance(content, Exception):
+            raise content
+        return content
+
+    def write(self, path: str, text: str, *, mode: int = 0o600) -> None:
+        self.files[path] = text
+
+    def run(self, command: str, *, timeout_seconds: float = 60, check: bool = True) -> Result:
+        return Result(0, "installing torch\n", "")
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def open_fake_hosts(cluster: Cluster, files: ClusterFiles) -> Iterator[Sequence[Host]]:
+    """Every node is ready; like the real one it needs the laptop's key and host keys."""
+    assert files.key.stat().st_mode & 0o777 == 0o600
+    known = files.known_hosts.read_text()
+    assert all(node.private_ip in known for node in cluster.nodes)
+    yield [FakeHost(node.index) for node in cluster.nodes]  # type: ignore[misc]

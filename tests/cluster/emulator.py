@@ -1,0 +1,39 @@
+"""The emulated EC2 without hosts, in a process of its own: moto can be extended once in a process only.
+
+Prints its port, then answers one JSON line for each on standard input, and ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+
+from micsctl.sandbox.ec2 import install
+from micsctl.sandbox.fake import FakeHosts
+from micsctl.sandbox.faults import Fault, FaultBook
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+
+class Handler(WSGIRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log(self, *args: object) -> None:
+        pass
+
+
+faults = FaultBook()
+emulator, application = install(FakeHosts(boot_seconds=0.05), faults)
+server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(server.server_port, flush=True)
+
+for line in sys.stdin:
+    request = json.loads(line)
+    if "fault" in request:
+        faults.add(Fault(**request["fault"]))
+    elif "clear" in request:
+        faults.clear()
+    elif "end" in request:
+        emulator.ended(request["end"])
+    print(json.dumps(emulator.resources()), flush=True)

@@ -1,0 +1,107 @@
+"""Bytes that leave each node, from the meters of its ranks, against the formulas of `mics.traffic` (trap 5).
+
+A flat ring on the permuted order of a hierarchical grid crosses nodes at every hop, so these also show that flat
+strategies keep the natural order.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from mics import traffic
+from mics.sharding import apply, boundary, connect
+from mics.strategies import rank_grid
+from torch import nn
+
+pytestmark = pytest.mark.distributed
+
+RANKS, MICRO_STEPS, BLOCKS, WIDTH = 8, 3, 2, 16
+BLOCK, ROOT = WIDTH * WIDTH, 2 * WIDTH * WIDTH  # parameters
+# (strategy, p, k, gather dtype)
+CELLS = [
+    ("ddp", 1, 2, None),
+    ("ddp", 1, 8, None),
+    ("mics-flat", 2, 2, None),
+    ("mics-flat", 2, 4, torch.bfloat16),
+    ("mics-flat", 4, 2, None),
+    ("mics-flat", 8, 2, None),
+    ("zero3", 8, 2, torch.bfloat16),
+    ("zero3", 8, 4, None),
+    ("zero3", 8, 8, None),
+    ("mics", 2, 2, None),
+    ("mics", 4, 1, None),
+    ("mics", 4, 2, torch.bfloat16),
+    ("mics", 8, 2, None),
+    ("mics", 8, 4, None),
+]
+
+
+class Stack(nn.Module):
+    """Every dimension is a multiple of 8, so there is no padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS))
+
+    def forward(self, x):
+        x = self.first(x)[..., :WIDTH].tanh()
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x * 2
+
+
+def grid_of(strategy, p, k):
+    return rank_grid(strategy, world_size=RANKS, devices_per_node=k, partition=p)
+
+
+def one_step(cells):
+    """By cell: this rank's counts of one optimizer step, and the bytes of hop 1 that really went to another node."""
+    sent_bytes, batch_isend_irecv = [], dist.batch_isend_irecv
+    rank, results = dist.get_rank(), {}
+
+    def watched(operations):
+        sends = [operation for operation in operations if operation.op is dist.isend]
+        sent_bytes.extend((s.peer, s.tensor.numel() * s.tensor.element_size()) for s in sends)
+        return batch_isend_irecv(operations)
+
+    dist.batch_isend_irecv = watched
+    for cell in cells:
+        strategy, p, k, gather_dtype = cell
+        connection = connect(grid_of(strategy, p, k))
+        torch.manual_seed(0)
+        model = Stack()
+        reduce_dtype = torch.float32 if gather_dtype else None
+        apply(model, connection, blocks=model.blocks, gather_dtype=gather_dtype, reduce_dtype=reduce_dtype)
+        sent_bytes.clear()
+        for micro in range(MICRO_STEPS):
+            with boundary(model, last=micro == MICRO_STEPS - 1):
+                model(torch.ones(2, WIDTH)).sum().backward()
+        results[cell] = connection.meter.take(), sum(size for peer, size in sent_bytes if peer // k != rank // k)
+    return results
+
+
+@pytest.fixture(scope="module")
+def counted(run_ranks):
+    return run_ranks(one_step, cells=CELLS)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell[0]}-p{cell[1]}-k{cell[2]}")
+def test_bytes_per_node(cell, counted):
+    strategy, p, k, gather_dtype = cell
+    gathered_bytes = 2 if gather_dtype else 4
+    predicted = traffic.per_step(
+        grid_of(strategy, p, k),
+        block_bytes=BLOCKS * BLOCK * gathered_bytes,
+        root_bytes=ROOT * gathered_bytes,
+        block_gradient_bytes=BLOCKS * BLOCK * 4,
+        root_gradient_bytes=ROOT * 4,
+        micro_steps=MICRO_STEPS,
+    )
+    for node in range(RANKS // k):
+        ranks = [counted[rank][cell] for rank in range(node * k, (node + 1) * k)]
+        by_stage = {stage: sum(counts[stage].traffic_bytes for counts, _ in ranks) for stage in ranks[0][0]}
+        assert by_stage["gather_inside"] == by_stage["hop1_inside"] == 0
+        assert by_stage["gather_across"] == predicted.gather
+        assert by_stage["hop1_across"] == predicted.reduce_scatter
+        assert by_stage["hop1_across"] == sum(sent for _, sent in ranks)  # what was really sent
+        assert by_stage["hop2"] == predicted.hop2

@@ -1,0 +1,248 @@
+"""From run.json to processes, and from processes to an exit code, in real shells."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mics.config import RunConfig, TrainConfig
+
+from micsctl import resources
+from micsctl.errors import JobError, UsageError
+from micsctl.runs import code
+from micsctl.runs.environment import environment
+from micsctl.runs.follow import follow, how_it_ended
+from micsctl.runs.launch import configure, start, start_script
+from micsctl.runs.model import Failure, Status, checked_run_id, new_run_id
+from micsctl.runs.state import first_failure, list_runs
+from micsctl.runs.stop import stop
+from micsctl.topology.model import Topology
+
+Hosts = list[Any]
+
+
+def config_of(topology: Topology, run_id: str = "0101-000000-mics-aaaa") -> RunConfig:
+    train = TrainConfig(partition=2, hierarchical=False, micro_batch=1, precision="fp32", steps=3)
+    return RunConfig(run_id=run_id, train=train, nodes=len(topology.nodes), devices_per_node=2)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a trainer of two lines in the place of the real one; torchrun and the shells around it stay."""
+
+    def put(body: str) -> None:
+        package = tmp_path / "code" / "mics"
+        package.mkdir(parents=True, exist_ok=True)
+        for name in ("__init__.py", "node.py"):
+            (package / name).write_text((resources.trainer() / name).read_text())
+        prelude = "import json, os, sys, time, signal\n"
+        prelude += "rank, folder = int(os.environ['RANK']), os.path.dirname(sys.argv[2])\n"
+        (package / "train.py").write_text(prelude + body)
+        monkeypatch.setattr(resources, "trainer", lambda: package)
+
+    return put
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.metrics_lines: list[dict[str, Any]] = []
+        self.output_lines: list[str] = []
+
+    def metrics(self, line: dict[str, Any]) -> None:
+        self.metrics_lines.append(line)
+
+    def output(self, line: str) -> None:
+        self.output_lines.append(line)
+
+
+def processes_of(run_id: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"MICS_RUN_ID={run_id}".encode() in path.read_bytes().split(b"\0"):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_a_run_is_started_followed_and_listed(hosts: Hosts, topology: Topology, trainer: Callable[[str], None]) -> None:
+    trainer(
+        "print('hello from', rank, os.environ['WORLD_SIZE'], os.environ['MASTER_ADDR'])\n"
+        "if rank == 0:\n"
+        "    for step in (1, 2):\n"
+        "        line = json.dumps({'step': step, 'loss': 1.5})\n"
+        "        print(line, file=open(folder + '/metrics.jsonl', 'a'), flush=True)\n"
+        "        time.sleep(0.3)\n"
+    )
+    config, seen = config_of(topology), Seen()
+    start(hosts, topology, config)
+    follow(hosts, config.run_id, seen, poll_seconds=0.2)
+    assert [line["step"] for line in seen.metrics_lines] == [1, 2]
+    assert seen.output_lines == ["hello from 0 4 127.0.0.1"]
+    [run] = list_runs(hosts)
+    assert (run.status, run.last_step, run.last_loss) == (Status.DONE, 2, 1.5)
+    assert run.config == config
+    logs = sorted(
+        p.read_text().split()[2] for h in hosts for p in h.home.glob(".micsctl/runs/*/ranks/*/*/*/stdout.log")
+    )
+    assert logs == ["0", "1", "2", "3"]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_the_first_failed_rank_is_named_and_nothing_is_left(
+    hosts: Hosts, topology: Topology, trainer: Callable[[str], None]
+) -> None:
+    """Rank 3 is killed; its peers would go on for ever."""
+    trainer(
+        "if rank == 3:\n"
+        "    print('about to die', file=sys.stderr, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(600)\n"
+    )
+    config = config_of(topology)
+    start(hosts, topology, config)
+    with pytest.raises(JobError) as raised:
+        follow(hosts, config.run_id, Seen(), poll_seconds=0.2, grace_seconds=1)
+    assert "rank 3 on node 1 (i-1) was killed by SIGKILL" in raised.value.what
+    assert "about to die" in raised.value.why
+    assert processes_of(config.run_id) == []
+    assert list_runs(hosts)[0].status is Status.FAILED
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_exit_code_2_is_the_users_mistake(hosts: Hosts, topology: Topology, trainer: Callable[[str], None]) -> None:
+    trainer("print('mics: the corpus is empty', file=sys.stderr)\nsys.exit(2)\n")
+    config = config_of(topology)
+    start(hosts, topology, config)
+    with pytest.raises(UsageError, match="refused by the trainer") as raised:
+        follow(hosts, config.run_id, Seen(), poll_seconds=0.2)
+    assert "the corpus is empty" in raised.value.why
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_stop_asks_first_and_ends_only_its_own_run(
+    hosts: Hosts, topology: Topology, trainer: Callable[[str], None]
+) -> None:
+    trainer(
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        "open(folder + f'/up{rank}', 'w').close()\n"
+        "time.sleep(600)\n"
+    )
+    config = config_of(topology)
+    start(hosts, topology, config)
+    other = subprocess.Popen(["sleep", "60"], env={**os.environ, "MICS_RUN_ID": "0101-000000-mics-bbbb"})
+    try:
+        with pytest.raises(UsageError, match="still going on"):
+            start(hosts, topology, replace(config, run_id="0101-000001-mics-cccc"))
+        for host in hosts:
+            host.run(f"until [ $(ls .micsctl/runs/{config.run_id}/up* 2>/dev/null | wc -l) = 2 ]; do sleep 0.1; done")
+        stop(hosts, config.run_id, grace_seconds=20)
+        assert processes_of(config.run_id) == []
+        assert other.poll() is None
+        for host in hosts:
+            host.run(f"until [ -f .micsctl/runs/{config.run_id}/exit ]; do sleep 0.1; done")
+        assert list_runs(hosts)[0].status is Status.STOPPED
+    finally:
+        other.kill()
+        other.wait(timeout=10)
+
+
+def test_a_port_in_use_is_named(hosts: Hosts, topology: Topology) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"port {port} is in use on node 0"):
+            start(hosts, topology, config_of(topology), master_port=port)
+
+
+def test_code_is_shipped_once(hosts: Hosts) -> None:
+    package = resources.trainer()
+    name = code.content_hash(package)
+    code.ship(hosts[0], package, name)
+    marker = hosts[0].home / f".micsctl/code/{name}/mics/__init__.py"
+    marker.write_text("changed")
+    code.ship(hosts[0], package, name)
+    assert marker.read_text() == "changed"
+
+
+def test_the_hash_sees_names_and_contents(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("1")
+    first = code.content_hash(tmp_path)
+    (tmp_path / "a.py").write_text("2")
+    second = code.content_hash(tmp_path)
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    assert len({first, second, code.content_hash(tmp_path)}) == 3
+
+
+def test_start_script_is_valid_shell(topology: Topology) -> None:
+    script = start_script(config_of(topology), topology, 1, port=29500, code_hash="abc")
+    assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=10).returncode == 0
+    assert "--node-rank=1 " in script
+    assert "--master-addr=127.0.0.1 " in script
+    assert "--local-addr=127.0.0.2 " in script
+
+
+def test_traffic_is_read_at_the_interface_only_where_every_node_has_its_own(topology: Topology) -> None:
+    from micsctl.planner.machines import machines_from
+    from micsctl.planner.plan import plan
+
+    chosen = plan(TrainConfig(), machines_from(topology))
+    assert configure(chosen, topology, "0101-000000-mics-aaaa").interface is None
+    apart = Topology(tuple(replace(node, interface="eth0") for node in topology.nodes))
+    assert configure(chosen, apart, "0101-000000-mics-aaaa").interface == "eth0"
+
+
+def test_environment_sets_no_efa_switches(topology: Topology) -> None:
+    gpu = replace(topology.nodes[0], nvlinks=((0, 12), (12, 0)), interface="ens32")
+    assert environment(gpu)["NCCL_SOCKET_IFNAME"] == "ens32"
+    assert not [key for key in environment(gpu) if key.startswith(("FI_", "NCCL_PROTO", "NCCL_ALGO", "RDMAV"))]
+    assert environment(topology.nodes[0])["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def failure(**changes: Any) -> str:
+    account = {"rank": 0, "local_rank": 0, "exit_code": 1, "at_seconds": 100, "pid": 1}
+    return json.dumps(account | changes)
+
+
+def test_a_kill_from_outside_is_the_cause_even_when_peers_noticed_earlier(hosts: Hosts) -> None:
+    hosts[0].write(".micsctl/runs/r/failure.json", failure(rank=1, at_seconds=100))
+    hosts[1].write(".micsctl/runs/r/failure.json", failure(rank=3, at_seconds=101, exit_code=-9))
+    found = first_failure(hosts, "r")
+    assert found
+    assert (found.rank, found.node) == (3, "node 1 (i-1)")
+
+
+@pytest.mark.parametrize(
+    ("code_", "words"),
+    [(-9, "killed by SIGKILL"), (-int(signal.SIGSEGV), "SIGSEGV"), (1, "exit code 1"), (-99, "signal 99")],
+)
+def test_how_a_rank_ended_in_words(code_: int, words: str) -> None:
+    assert words in how_it_ended(Failure(0, 0, "node 0", code_, 0.0, ""))
+
+
+@pytest.mark.parametrize("text", ["$(reboot)", "../x", "", "0101-000000-mics;ls", "0101-000000-", "x" * 9])
+def test_a_run_id_from_the_command_line_cannot_carry_a_command(text: str) -> None:
+    with pytest.raises(UsageError):
+        checked_run_id(text)
+
+
+def test_run_ids_are_accepted_back_and_differ() -> None:
+    ids = {new_run_id("mics-flat") for _ in range(50)}
+    assert len(ids) == 50
+    assert all(checked_run_id(run_id) == run_id and re.match(r"\d{4}-\d{6}-mics-flat-", run_id) for run_id in ids)

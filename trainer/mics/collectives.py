@@ -1,0 +1,254 @@
+"""The gather and the reduce-scatter of a partition group, in one stage or two, counted.
+
+FSDP2 hands a gather one flat output buffer in the rank order of the partition group, and an input that is a view into
+it. A hierarchical rank grid makes the node the fast axis of that order. So the gather across nodes fills one
+contiguous column of the buffer and the gather inside the node fills the rest, both in place. The reduce-scatter is the
+mirror image: inside the node first, so that only 1/k of the bytes cross nodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from mics.topology import Group
+from mics.traffic import crosses_node
+
+if torch.__version__.split(".")[:2] != ["2", "13"]:
+    # The two interfaces below are private, and FSDP2's calls of them are what the engine is built on.
+    raise ImportError(f"mics needs torch 2.13, this is torch {torch.__version__}; install torch==2.13.0")
+
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+Pass = Literal["gather", "hop1"]
+StageName = Literal["gather_across", "gather_inside", "hop1_across", "hop1_inside", "hop2"]
+STAGES: tuple[StageName, ...] = get_args(StageName)
+
+ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
+_Instant = float | torch.cuda.Event
+_OPEN_INTERVALS = 4096
+
+
+@dataclass(frozen=True)
+class StageCount:
+    """What one rank did in one stage: collectives, bytes it sent to other nodes, seconds from start to end."""
+
+    calls: int = 0
+    traffic_bytes: int = 0
+    seconds: float = 0.0
+
+
+def ring_traffic_bytes(group: dist.ProcessGroup, message_bytes: int, devices_per_node: int) -> int:
+    """Bytes that this rank sends to another node in one gather or reduce-scatter of `message_bytes` over `group`.
+
+    A ring in group order: every rank sends (g-1)/g of the message to its successor (source: `mics.traffic`). An
+    all-reduce is two such passes.
+    """
+    ranks = group_ranks(group)
+    if not crosses_node(ranks[group.rank()], ranks, devices_per_node):
+        return 0
+    return message_bytes * (len(ranks) - 1) // len(ranks)
+
+
+def group_ranks(group: dist.ProcessGroup) -> Group:
+    """Global ranks of a process group, in the order of the group."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+class Meter:
+    """Counts calls, traffic and time per stage on this rank, from one `take` to the next.
+
+    A collective over a group that spans nodes is counted as `_across`, one on a single node as `_inside`; a flat
+    collective is a single stage. Seconds are wall-clock on CPU; on CUDA they lie between events on the stream of the
+    collective, and only `take` waits for them. Stages may overlap, so their seconds do not add up to the step.
+    """
+
+    def __init__(self, devices_per_node: int, device: str = "cpu") -> None:
+        self._devices_per_node = devices_per_node
+        self._on_cuda = device == "cuda"
+        self._calls = dict.fromkeys(STAGES, 0)
+        self._traffic_bytes = dict.fromkeys(STAGES, 0)
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+        self._open: deque[tuple[StageName, _Instant, _Instant]] = deque()
+        self._mark: _Instant = self._now()
+
+    @contextmanager
+    def ring_pass(self, kind: Pass, group: dist.ProcessGroup, message_bytes: int) -> Iterator[None]:
+        """Count the gather or reduce-scatter in the body: `message_bytes` is the size of its larger buffer."""
+        start = self._now()
+        yield
+        spans = len({rank // self._devices_per_node for rank in group_ranks(group)}) > 1
+        stage: StageName = f"{kind}_{'across' if spans else 'inside'}"  # type: ignore[assignment]  # one of STAGES
+        self._add(stage, ring_traffic_bytes(group, message_bytes, self._devices_per_node), start)
+
+    def mark(self) -> None:
+        """Note the moment before a hop 2: FSDP2 issues it itself, so only the moments around it can be seen."""
+        self._mark = self._now()
+
+    def hop2(self, group: dist.ProcessGroup, message_bytes: int) -> None:
+        """Count one all-reduce of `message_bytes`, ended just now and begun at the last `mark`."""
+        one_pass_bytes = ring_traffic_bytes(group, message_bytes, self._devices_per_node)
+        self._add("hop2", 2 * one_pass_bytes, self._mark)
+
+    def take(self) -> dict[StageName, StageCount]:
+        """The counts since the last call, for every stage; then starts from zero."""
+        while self._open:
+            self._fold()
+        counts = {s: StageCount(self._calls[s], self._traffic_bytes[s], self._seconds[s]) for s in STAGES}
+        self._calls = dict.fromkeys(STAGES, 0)
+        self._traffic_bytes = dict.fromkeys(STAGES, 0)
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+        return counts
+
+    def _add(self, stage: StageName, traffic_bytes: int, start: _Instant) -> None:
+        self._calls[stage] += 1
+        self._traffic_bytes[stage] += traffic_bytes
+        self._open.append((stage, start, self._now()))
+        if len(self._open) > _OPEN_INTERVALS:  # nobody takes: the oldest has long ended, so this does not wait
+            self._fold()
+
+    def _fold(self) -> None:
+        stage, start, end = self._open.popleft()
+        if isinstance(start, float) and isinstance(end, float):
+            self._seconds[stage] += end - start
+        elif isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+            end.synchronize()
+            self._seconds[stage] += start.elapsed_time(end) / 1000
+
+    def _now(self) -> _Instant:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch
+        event.record()
+        return event
+
+
+def ring_reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum `input` over the group; the rank at position i gets chunk i of it in `output`.
+
+    input   [g * m], contiguous; used as working memory, so its content is lost
+    output  [m]; may be chunk i of `input` itself
+
+    Every rank sends (g-1)/g of the message to its successor, as NCCL's ring does. gloo's own reduce-scatter is an
+    all-reduce inside and sends twice that. Source: Thakur, Rabenseifner, Gropp, section 4.3 (long messages).
+    """
+    size, position = group.size(), group.rank()
+    chunks = input.view(-1).chunk(size)
+    mine, total = chunks[position], output.view(-1)
+    if size == 1:
+        if total.data_ptr() != mine.data_ptr():
+            total.copy_(mine)
+        return
+    received = torch.empty_like(mine)
+    for step in range(1, size):
+        sent = chunks[(position - step) % size]
+        into = chunks[(position - step - 1) % size]
+        exchange = [
+            dist.P2POp(dist.isend, sent, group=group, group_peer=(position + 1) % size),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(position - 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        torch.add(into, received, out=total if step == size - 1 else into)
+
+
+def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp) -> None:
+    """The ring on CPU, the backend's own elsewhere (NCCL's is a ring). Raises ValueError for another op than SUM."""
+    if op != dist.ReduceOp.SUM:
+        raise ValueError(f"hop 1 sums gradients; {op} is not supported")
+    if input.device.type == "cpu":
+        ring_reduce_scatter(output, input, group)
+    else:
+        dist.reduce_scatter_single(output, input, op=op, group=group)
+
+
+def size_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class FlatGather(AllGather):
+    """FSDP2's gather in one stage."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        with self._meter.ring_pass("gather", group, size_bytes(output_tensor)):
+            work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+class HierarchicalGather(FlatGather):
+    """FSDP2's gather in two stages, both in place: across nodes into my column, then the columns inside the node."""
+
+    def __init__(
+        self, meter: Meter, shard: dist.ProcessGroup, across: dist.ProcessGroup, inside: dist.ProcessGroup
+    ) -> None:
+        super().__init__(meter)
+        self._shard, self._across, self._inside = shard, across, inside
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        if group is not self._shard:  # a smaller group, with reshard_after_forward=<int>
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        column = column_of(output_tensor, self._inside)
+        super().__call__(column, input_tensor, self._across)
+        return super().__call__(output_tensor, column, self._inside, async_op)
+
+
+class FlatReduceScatter(ReduceScatter):
+    """FSDP2's reduce-scatter in one stage: hop 1."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self._meter.mark()  # p = 1 has no hop 1: what follows the allocation is hop 2
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        self._stages(output_tensor, input_tensor, group, op)
+        self._meter.mark()
+
+    def _stages(self, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp) -> None:
+        with self._meter.ring_pass("hop1", group, size_bytes(input)):
+            reduce_scatter(output, input, group, op)
+
+
+class HierarchicalReduceScatter(FlatReduceScatter):
+    """FSDP2's reduce-scatter in two stages: inside the node into my column of the input, then across nodes."""
+
+    def __init__(self, meter: Meter, across: dist.ProcessGroup, inside: dist.ProcessGroup) -> None:
+        super().__init__(meter)
+        self._across, self._inside = across, inside
+
+    def _stages(self, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp) -> None:
+        column = column_of(input, self._inside)
+        super()._stages(column, input, self._inside, op)
+        super()._stages(output, column, self._across, op)
+
+
+def column_of(buffer: torch.Tensor, inside: dist.ProcessGroup) -> torch.Tensor:
+    """The contiguous part of a flat buffer that belongs to this rank's local rank, from every node."""
+    width = buffer.numel() // inside.size()
+    return buffer.narrow(0, inside.rank() * width, width)

@@ -1,0 +1,242 @@
+"""MiCS on FSDP2: `connect` makes the groups from plain integers, `apply` shards a model over them.
+
+    connection = connect(grid)
+    apply(model, connection, blocks=model.blocks)
+    for micro, batch in enumerate(batches):
+        with boundary(model, last=micro == accumulation - 1):
+            (summed_loss(model, batch) / tokens_in_step).backward()
+    norm = clip(model, max_norm)
+    optimizer.step()
+
+Gradients are sums over all ranks, so the loss of a rank is divided by the number of tokens of all ranks and all
+micro-steps of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from mics.collectives import (
+    FlatGather,
+    FlatReduceScatter,
+    HierarchicalGather,
+    HierarchicalReduceScatter,
+    Meter,
+    group_ranks,
+    size_bytes,
+)
+from mics.topology import Group, RankGrid, group_of
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class ReplicaMismatchError(RuntimeError):
+    """The replicas of a model do not hold the same weights."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """This rank's process groups on one rank grid.
+
+    shard      the partition group
+    replicate  the replication group; None where there is one replica
+    across     hierarchical only: the ranks with my local rank, one on each node of my partition group
+    inside     hierarchical only: the ranks of my partition group on my node
+    """
+
+    grid: RankGrid
+    mesh: DeviceMesh
+    shard: dist.ProcessGroup
+    replicate: dist.ProcessGroup | None
+    across: dist.ProcessGroup | None
+    inside: dist.ProcessGroup | None
+    meter: Meter
+
+
+def connect(grid: RankGrid, *, device: str = "cpu", timeout: timedelta | None = None) -> Connection:
+    """Make the groups and the mesh of `grid`; every rank calls it, after `init_process_group`.
+
+    device   "cpu" or "cuda"
+    timeout  of each collective in these groups; None = the backend's default
+
+    Raises ValueError where the world size is not the grid's, RuntimeError where torch ordered a group otherwise.
+    """
+    if dist.get_world_size() != grid.world_size:
+        raise ValueError(f"the grid is for {grid.world_size} ranks, the process group has {dist.get_world_size()}")
+    partition, replication = grid.partition_groups(), grid.replication_groups()
+    shard = _my_group(partition, timeout)
+    replicate = _my_group(replication, timeout) if grid.replicas > 1 else None
+    across = _my_group(grid.across_groups(), timeout) if grid.hierarchical else None
+    inside = _my_group(grid.inside_groups(), timeout) if grid.hierarchical else None
+    if replicate is None:
+        mesh = DeviceMesh.from_group(shard, device, mesh=list(partition[0]), mesh_dim_names=("shard",))
+    else:
+        rows = torch.tensor(partition)
+        mesh = DeviceMesh.from_group([replicate, shard], device, mesh=rows, mesh_dim_names=("replicate", "shard"))
+    return Connection(grid, mesh, shard, replicate, across, inside, Meter(grid.devices_per_node, device))
+
+
+def _my_group(groups: Iterable[Group], timeout: timedelta | None) -> dist.ProcessGroup:
+    """The group of this rank; creates all of them, since creation is collective over the world."""
+    rank = dist.get_rank()
+    made = {ranks: dist.new_group(list(ranks), timeout=timeout, sort_ranks=False) for ranks in groups}
+    expected = group_of(rank, made)
+    mine: dist.ProcessGroup = made[expected]
+    # Shards sit in the order of the group, the mesh believes in the order of its rows. Sorted ranks (what new_group
+    # and DeviceMesh make by default) would train on permuted weights without any error.
+    if group_ranks(mine) != expected or mine.rank() != expected.index(rank):
+        raise RuntimeError(f"torch ordered the process group {group_ranks(mine)}, the rank grid needs {expected}")
+    return mine
+
+
+def apply(
+    model: M,
+    connection: Connection,
+    *,
+    blocks: Iterable[nn.Module],
+    gather_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> M:
+    """Shard `model` in place over the partition group, block by block and then the rest, and return it.
+
+    blocks        modules of the model that are gathered one at a time; freed after forward, gathered again for backward
+    gather_dtype  of the gathered weights and the computation; None = the parameter's own
+    reduce_dtype  of the gradient sums of both hops; None = that of the gradients
+    """
+    precision = MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=reduce_dtype)
+    for block in blocks:
+        fully_shard(block, mesh=connection.mesh, mp_policy=precision)
+    fully_shard(model, mesh=connection.mesh, mp_policy=precision)
+    gather, reduce_scatter = _collectives(connection)
+    for module in _sharded_modules(model):  # the setters are not recursive
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce_scatter)
+        if connection.replicate is not None:
+            module.set_all_reduce_hook(_count_hop2(connection.meter, connection.replicate))
+    # Without it a parameter that gets no gradient in one micro-step shifts all that follow it in the reduce buffer.
+    _root(model).set_reduce_scatter_unused_params(True)
+    return model
+
+
+def _collectives(connection: Connection) -> tuple[FlatGather, FlatReduceScatter]:
+    meter, shard, across, inside = connection.meter, connection.shard, connection.across, connection.inside
+    if across is None or inside is None:
+        return FlatGather(meter), FlatReduceScatter(meter)
+    return HierarchicalGather(meter, shard, across, inside), HierarchicalReduceScatter(meter, across, inside)
+
+
+def _count_hop2(meter: Meter, replicate: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:
+    """FSDP2 calls it with the buffer of each hop 2 (padding included), right after the all-reduce."""
+
+    def count(reduced: torch.Tensor) -> None:
+        meter.hop2(replicate, size_bytes(reduced))
+
+    return count
+
+
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _root(model: nn.Module) -> FSDPModule:
+    if not isinstance(model, FSDPModule):
+        raise TypeError(f"{type(model).__name__} is not sharded; call mics.apply on it first")
+    return model
+
+
+@contextmanager
+def boundary(model: nn.Module, last: bool) -> Iterator[None]:
+    """One micro-step. Gradients cross the replicas (hop 2) only in the last one of an optimizer step.
+
+    The hop 1 results of the earlier micro-steps wait in a sharded buffer, which is added before the all-reduce. After
+    an exception in the body that buffer is still there: call `abort`.
+    """
+    # Not set_is_last_backward(False): it would keep the root's reduce-scatter input alive through the next forward.
+    _root(model).set_requires_all_reduce(last)
+    yield
+
+
+def abort(model: nn.Module) -> None:
+    """Forget an accumulation that was not finished; the next micro-step starts a new one.
+
+    `zero_grad` alone does not: the sums of hop 1 and half-made gradients of gathered weights live outside `grad`.
+    Call it on the model that was given to `apply`, on every rank.
+    """
+    _root(model).reset_iter_state()
+    model.zero_grad(set_to_none=True)
+    for module in _sharded_modules(model):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                # reset_iter_state forgets these: a backward pass that broke inside a block has filled some of them
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):  # after the first gather
+                    parameter._unsharded_param.grad = None
+
+
+def clip(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale the gradients so that their global norm is at most `max_norm`; returns the norm before, a plain scalar.
+
+    The 2-norm over all parameters of one replica, each element counted once: sum of squares of the local shards, summed
+    over the partition group. A norm that is not finite makes all gradients not finite: check it before the step.
+    """
+    parameters = list(model.parameters())
+    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    squared = torch.nn.utils.get_total_norm(gradients).to(parameters[0].device) ** 2
+    first = parameters[0]
+    if isinstance(first, DTensor):
+        dist.all_reduce(squared, group=first.device_mesh.get_group("shard"))
+    norm = squared.sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, factor)
+    return norm
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def replica_checksum(model: nn.Module) -> torch.Tensor:
+    """One int64 per parameter: the sum of the bit patterns of this rank's shard. [parameters], on the model's device.
+
+    Sums of integers do not depend on the order of the additions, so equal shards have equal checksums on any machine.
+    """
+    return torch.stack([_bit_sum(_local(parameter.detach())) for parameter in model.parameters()])
+
+
+def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(integers).sum(dtype=torch.int64)
+
+
+def check_replicas(model: nn.Module, connection: Connection) -> None:
+    """Raise ReplicaMismatchError on every rank where the replicas' weights differ anywhere; names a parameter.
+
+    Collective over the world. Call it before the first step and after a resume: replicas that start different stay
+    different, and nothing else complains.
+    """
+    if connection.replicate is None:
+        return
+    mine = replica_checksum(model)
+    every = mine.new_empty(connection.grid.replicas * mine.numel())
+    dist.all_gather_single(every, mine, group=connection.replicate)
+    differs = (every.view(connection.grid.replicas, -1) != mine).any(dim=0)
+    dist.all_reduce(counts := differs.to(torch.int64))  # over the world, so that all ranks stop and none waits
+    names = [name for (name, _), count in zip(model.named_parameters(), counts.tolist(), strict=True) if count]
+    if names:
+        raise ReplicaMismatchError(
+            f"the replicas hold different weights in {len(names)} of {len(counts)} parameters, first {names[0]}: "
+            "they were initialised or loaded differently"
+        )
