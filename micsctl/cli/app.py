@@ -71,7 +71,7 @@ def main() -> None:
         sys.exit(ExitCode.INTERRUPTED)
     except BrokenPipeError:
         # the reader of our output has left; there is nobody to tell
-        sys.stdout = None  # type: ignore[assignment]  # keeps the interpreter from flushing into the closed pipe
+        sys.stdout = None  # keeps the interpreter from flushing into the closed pipe
         sys.exit(ExitCode.FAILURE)
     except SystemExit as leaving:
         if leaving.code == ExitCode.USAGE and render.json:

@@ -24,6 +24,7 @@ def up(
 ) -> None:
     """Bring the cluster up: network, placement group, nodes with EFA, SSH; or finish an earlier `up`."""
     from micsctl.cluster.up import up as bring_up
+    from micsctl.remote.ssh import open_hosts
 
     session = Session.of(options)
     try:
@@ -35,21 +36,18 @@ def up(
         session.render.result(spec.model_dump(mode="json"))
         return
     session.confirm(f"bring up {spec.cluster.nodes} x {spec.cluster.type}?")
-    cluster = bring_up(session.aws, spec, session.files, settings=session.settings, report=session.render)
+    cluster = bring_up(session.aws, spec, session.files, report=session.render, open_hosts=open_hosts)
     session.render.result(cluster, shown.nodes(cluster), text=shown.next_lines(cluster))
 
 
 def status(options: Options) -> None:
     """Show the cluster: nodes, their state, and when they end."""
-    from micsctl.cluster.find import find
+    from micsctl.cluster.status import status as look
 
     session = Session.of(options)
-    cluster = find(session.aws, session.spec.name, session.settings)
-    if not cluster:
-        session.render.result(None, text=f"no cluster {session.spec.name!r}; nothing costs money under this name")
-        return
-    left = cluster.ends_at - datetime.now(UTC)
-    session.render.result(cluster, shown.nodes(cluster), text=shown.ends_line(cluster.ends_at, left))
+    found = look(session.aws, session.spec.name, session.spec.provider, now=datetime.now(UTC))
+    tables = [shown.nodes(found.cluster)] if found.cluster else []
+    session.render.result(found, *tables, text=shown.status_lines(session.spec.name, found))
 
 
 def topology(options: Options) -> None:
@@ -58,7 +56,9 @@ def topology(options: Options) -> None:
     cluster = session.cluster()
     with session.hosts(cluster) as hosts:
         found = session.discover(cluster, hosts)
-    session.render.result(found, *shown.topology(found))
+    findings = session.findings(cluster, found)
+    answer = {"topology": found, "findings": findings}
+    session.render.result(answer, *shown.topology(found), text=shown.finding_lines(findings))
 
 
 def ssh(
@@ -100,8 +100,8 @@ def exec_(
     sys.exit(ExitCode.JOB if code else ExitCode.DONE)
 
 
-def extend(options: Options, duration: Annotated[str, typer.Argument(help="From now on, e.g. 4h.")]) -> None:
-    """Let the nodes live longer: they end this long from now."""
+def extend(options: Options, duration: Annotated[str, typer.Argument(help="How much longer, e.g. 4h.")]) -> None:
+    """Let the nodes live longer than they would."""
     from micsctl.cluster.extend import extend as lengthen
     from micsctl.duration import parse_duration
 
@@ -112,8 +112,8 @@ def extend(options: Options, duration: Annotated[str, typer.Argument(help="From 
         raise UsageError("no duration", str(error), next="micsctl extend 4h") from None
     cluster = session.cluster()
     with session.hosts(cluster) as hosts:
-        ends_at = lengthen(hosts, length)
-    session.render.result({"ends_at": ends_at}, text=shown.ends_line(ends_at, length))
+        ends_at = lengthen(hosts, length, planned=cluster.ends_at)
+    session.render.result({"ends_at": ends_at}, text=shown.ends_line(ends_at, ends_at - datetime.now(UTC)))
 
 
 def down(options: Options) -> None:

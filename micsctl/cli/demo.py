@@ -73,6 +73,7 @@ def demo(
 
 def _train_both(session: DemoSession) -> tuple[demo_report.Stage, Curve, Curve]:
     from micsctl.cluster.up import up
+    from micsctl.remote.ssh import open_hosts
 
     render = session.render
     with render.phase("sandbox"):
@@ -81,7 +82,7 @@ def _train_both(session: DemoSession) -> tuple[demo_report.Stage, Curve, Curve]:
     render.note(f"  level {sandbox.level}, {cluster_report.links(sandbox)}")
     if not sandbox.shaped:
         render.note("  without root there is no shaping: bytes are counted in the trainer, seconds say nothing")
-    cluster = up(session.aws, session.spec, session.files, settings=session.settings, report=render)
+    cluster = up(session.aws, session.spec, session.files, report=render, open_hosts=open_hosts)
     render.table(cluster_report.nodes(cluster))
     with session.hosts(cluster) as hosts:
         with render.phase("topology"):
@@ -178,8 +179,8 @@ def _metrics(hosts: list[Host], config: RunConfig) -> list[dict[str, Any]]:
 
 def _down(session: DemoSession) -> int:
     """Take the cluster down; the number of resources that are still there."""
+    from micsctl.aws.inventory import resources
     from micsctl.cluster.down import down
-    from micsctl.cluster.find import resources
 
     down(session.aws, session.spec.name, session.files, report=session.render)
     return len(resources(session.aws, session.spec.name))
@@ -189,8 +190,9 @@ def _leftovers(session: DemoSession) -> int:
     from micsctl.sandbox import control
 
     left = control.leftovers(session.home)
-    for name in left.names:
-        session.render.note(f"  left behind: {name}")
+    for kind, names in asdict(left).items():
+        for name in names:
+            session.render.note(f"  left behind: {kind}: {name}")
     return left.total
 
 

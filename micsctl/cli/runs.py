@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,12 +10,14 @@ import typer
 from micsctl.cli.options import Options
 from micsctl.cli.render import RunView
 from micsctl.cli.session import Session
-from micsctl.errors import Interrupted, UsageError
+from micsctl.errors import HealthError, Interrupted, UsageError
+from micsctl.report import clusters as cluster_report
 from micsctl.report import plans as plan_report
 from micsctl.report import runs as run_report
 
 if TYPE_CHECKING:
     from micsctl.remote.host import Host
+    from micsctl.topology.check import Finding
 
 RunId = Annotated[str | None, typer.Argument(help="Id of the run; default: the newest.")]
 
@@ -33,6 +36,7 @@ def launch(
     detach: Annotated[bool, typer.Option("--detach", help="Start it and leave.")] = False,
     resume: Annotated[str | None, typer.Option(help="Go on from the newest whole checkpoint of this run.")] = None,
     strategy: Annotated[str | None, typer.Option(help="In place of the file's: mics, mics-flat, zero3, ddp.")] = None,
+    skip_gate: Annotated[bool, typer.Option("--skip-gate", help="Launch on nodes that fail the checks too.")] = False,
     master_port: Annotated[int | None, typer.Option(help="TCP port of the rendezvous.", min=1, max=65535)] = None,
 ) -> None:
     """Train: plan for the machines that are there, ship the trainer, start it on every node, and watch it."""
@@ -44,6 +48,7 @@ def launch(
     with session.hosts(cluster) as hosts:
         with session.render.phase("topology"):
             topology = session.discover(cluster, hosts)
+        _gate(session, session.findings(cluster, topology), skip=skip_gate)
         config = prepare(session.spec.train, topology, hosts, strategy=strategy, resume=resume)
         with session.render.phase(f"start run {config.run_id}"):
             start(hosts, topology, config, master_port=master_port)
@@ -110,6 +115,18 @@ def _checked(run: str | None) -> str | None:
     from micsctl.runs.model import checked_run_id
 
     return checked_run_id(run) if run else None
+
+
+def _gate(session: Session, findings: Sequence[Finding], *, skip: bool) -> None:
+    """Raises HealthError for nodes that are not fit to train on; says what it lets pass."""
+    errors = [finding for finding in findings if finding.level == "error"]
+    if errors and not skip:
+        why = cluster_report.finding_lines(errors)
+        raise HealthError(
+            "the nodes are not fit to train on", why, next="micsctl topology; --skip-gate launches anyway"
+        )
+    for line in cluster_report.finding_lines(findings).splitlines():
+        session.render.note(f"  {line}")
 
 
 def _watch(session: Session, hosts: list[Host], run_id: str, steps: int) -> None:

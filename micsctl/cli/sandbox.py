@@ -51,7 +51,7 @@ def stop(options: Options) -> None:
 
     session = Session.of(options)
     left = control.stop(session.home)
-    session.render.result(left, text=f"left behind: {left.total}")
+    session.render.result(left.as_json(), text=f"left behind: {left.total}")
 
 
 def fault(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from micsctl.remote.host import Host
     from micsctl.sandbox.control import SandboxInfo
     from micsctl.spec import Spec
+    from micsctl.topology.check import Finding
     from micsctl.topology.model import Topology
 
 
@@ -90,7 +91,7 @@ class Session:
         """The running cluster. Raises UsageError where there is none."""
         from micsctl.cluster.find import find
 
-        cluster = find(self.aws, self.spec.name, self.settings)
+        cluster = find(self.aws, self.spec.name, self.spec.provider)
         if not cluster:
             raise UsageError(f"there is no cluster {self.spec.name!r}", next="micsctl up")
         return cluster
@@ -99,11 +100,6 @@ class Session:
     def hosts(self, cluster: Cluster) -> Iterator[list[Host]]:
         from micsctl.remote.ssh import open_hosts
 
-        if not self.files.key.exists():
-            raise UsageError(
-                f"this laptop does not have the key of cluster {cluster.name!r}",
-                f"it would be {self.files.key}; without it only status and down work",
-            )
         with open_hosts(cluster, self.files) as hosts:
             yield hosts
 
@@ -114,6 +110,16 @@ class Session:
         cpu = CpuDevices(self.sandbox.devices_per_node, self.sandbox.device_memory_bytes) if self.sandbox else None
         switches = network_nodes(self.aws, [node.instance_id for node in cluster.nodes])
         return discover(cluster, hosts, cpu_devices=cpu, network_nodes=switches)
+
+    def findings(self, cluster: Cluster, topology: Topology) -> tuple[Finding, ...]:
+        """What is wrong with the nodes, measured against what their type should have."""
+        from micsctl.aws.types import find_type
+        from micsctl.topology.check import check
+
+        if self.sandbox:  # its devices are processes: no GPU and no EFA is to be expected
+            return check(topology, efa_devices_expected=0)
+        type = find_type(self.aws, cluster.instance_type)
+        return check(topology, efa_devices_expected=len(type.efa_cards), devices_expected=type.gpus)
 
     def confirm(self, question: str) -> None:
         """Ask on a terminal; elsewhere a missing --yes is an error that names the flag."""

@@ -14,7 +14,7 @@ USER_DATA_LIMIT_BYTES = 16_384
 
 
 def render_bootstrap(
-    *, cluster: str, ssh_user: str, ends_at: datetime, check_seconds: int = 60, torch_version: str = TORCH_VERSION
+    *, cluster: str, ssh_user: str, ends_at: datetime, check_seconds: float = 60, torch_version: str = TORCH_VERSION
 ) -> str:
     """A bash script that makes a node what docs/architecture.md says it is after `up`. It holds no secret.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
@@ -28,5 +29,6 @@ def extend(hosts: Sequence[Host], duration: timedelta, *, planned: datetime) -> 
 
 
 def _parse(text: str | None) -> datetime | None:
-    digits = (text or "").strip()
-    return datetime.fromtimestamp(int(digits), UTC) if digits.isdecimal() and len(digits) <= 10 else None
+    """As the nodes read it (templates/bootstrap.sh.j2): ten digits or nothing."""
+    match = re.fullmatch(r"[1-9][0-9]{9}", (text or "").strip())
+    return datetime.fromtimestamp(int(match[0]), UTC) if match else None

@@ -62,6 +62,7 @@ def execute(
 def _start(channel: paramiko.Channel, command: str, stdin: Iterable[bytes], expired: threading.Event) -> None:
     with _explained(expired):
         channel.exec_command(command)
+    channel.settimeout(_START_SECONDS)  # for each chunk: a reader that takes nothing for so long is gone
     for chunk in stdin:
         with _explained(expired):
             try:

@@ -1,4 +1,4 @@
-"""A folder as bytes on the way to a node: by rsync where both ends have it, else as one tar stream."""
+"""A folder as bytes on the way to a node: as one tar stream, or by rsync where that is worth its own login."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 LEFT_OUT = ("__pycache__", "*.pyc")
+RSYNC_FROM_BYTES = 8 << 20  # below, the whole folder is on the node before rsync's ssh has logged in
 _CHUNK_BYTES = 1 << 16
+
+
+def folder_bytes(source: Path) -> int:
+    return sum(path.stat().st_size for path in source.rglob("*") if path.is_file() and not path.is_symlink())
 
 
 def have_rsync() -> bool:

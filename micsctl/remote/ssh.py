@@ -18,7 +18,14 @@ from micsctl.cluster.model import Cluster, Node
 from micsctl.home import ClusterFiles
 from micsctl.remote.channel import CommandTimeout, ConnectionBroken, execute
 from micsctl.remote.connection import SshSettings, StrictConnection, explain, is_transient
-from micsctl.remote.copy import have_rsync, rsync_command, tar_stream, untar_command
+from micsctl.remote.copy import (
+    RSYNC_FROM_BYTES,
+    folder_bytes,
+    have_rsync,
+    rsync_command,
+    tar_stream,
+    untar_command,
+)
 from micsctl.remote.host import Host, HostError, Result
 from micsctl.remote.openssh import route, ssh_command
 
@@ -135,7 +142,7 @@ mv -fT -- "$new" "$path"
     def send_folder(self, source: Path, target: str) -> None:
         if not source.is_dir():
             raise NotADirectoryError(source)
-        if have_rsync() and self._has_rsync(target):
+        if folder_bytes(source) >= RSYNC_FROM_BYTES and have_rsync() and self._has_rsync(target):
             self._send_by_rsync(source, target)
         else:
             self._send_by_tar(source, target)
@@ -161,7 +168,7 @@ mv -fT -- "$new" "$path"
             )
 
     def _send_by_tar(self, source: Path, target: str) -> None:
-        self._run(untar_command(target), stdin=tar_stream(source), timeout_seconds=600)
+        self._run(untar_command(target), stdin=tar_stream(source), timeout_seconds=3600)
 
     def _run(
         self, command: str, *, stdin: Iterable[bytes] = (), timeout_seconds: float = 60, check: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,7 +12,9 @@ from micsctl.report.table import Table, format_memory, format_seconds
 from micsctl.topology.model import Device, NodeFacts, Topology
 
 if TYPE_CHECKING:
+    from micsctl.cluster.status import Status
     from micsctl.spec import Spec
+    from micsctl.topology.check import Finding
 
 
 class SandboxFacts(Protocol):
@@ -65,6 +68,24 @@ def next_lines(cluster: Cluster) -> str:
 
 def ends_line(ends_at: datetime, left: timedelta) -> str:
     return f"ends itself at {ends_at:%Y-%m-%d %H:%M} UTC, in {format_seconds(max(0.0, left.total_seconds()))}"
+
+
+def status_lines(name: str, status: Status) -> str:
+    """What is below the table of nodes: when they end, which have ended, and what else exists."""
+    cluster = status.cluster
+    lines = [ends_line(cluster.ends_at, timedelta(seconds=status.seconds_left))] if cluster else []
+    lines += [f"{node.name} is gone ({node.state})" for node in status.ended]
+    if not cluster and status.resources:
+        left = ", ".join(f"{resource.kind} {resource.id}" for resource in status.resources)
+        lines.append(f"no cluster {name!r}, but this is left of it: {left}")
+        lines.append("next: micsctl down")
+    elif not cluster:
+        lines.append(f"no cluster {name!r}; nothing costs money under this name")
+    return "\n".join(lines)
+
+
+def finding_lines(findings: Sequence[Finding]) -> str:
+    return "\n".join(f"{f.level}: {f.text}{f'; next: {f.next}' if f.next else ''}" for f in findings)
 
 
 def topology(found: Topology) -> tuple[Table, Table]:

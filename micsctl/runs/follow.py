@@ -16,7 +16,8 @@ from micsctl.runs.model import CONFIG_EXIT_CODE, SAVED_EXIT_CODE, Failure
 from micsctl.runs.state import first_failure
 from micsctl.runs.stop import stop
 
-# Metrics lines are marked `M `, rank 0's own output `0 `. `tail --pid` ends with the launcher.
+# Metrics lines are marked `M `, rank 0's own output `0 `. `tail --pid` ends with the launcher; -F, since the trainer puts a
+# fresh metrics.jsonl in the place of an old one.
 _FOLLOW = r"""
 cd .micsctl/runs/{run_id} || exit 1
 pid=$(cat pid)
@@ -25,7 +26,7 @@ until [ -f exit ] || ls ranks/*/attempt_0/0/stdout.log >/dev/null 2>&1; do
   sleep 0.1
 done
 : >>metrics.jsonl
-tail -n +1 -f -s 0.2 --pid="$pid" metrics.jsonl | sed -u 's/^/M /' &
+tail -n +1 -F -s 0.2 --pid="$pid" metrics.jsonl 2>/dev/null | sed -u 's/^/M /' &
 for log in ranks/*/attempt_0/0/stdout.log; do
   [ -f "$log" ] && {{ tail -n +1 -f -s 0.2 --pid="$pid" "$log" | sed -u 's/^/0 /' & }}
 done

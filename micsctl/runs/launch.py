@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from mics.config import RunConfig
@@ -93,11 +92,6 @@ def start_script(config: RunConfig, topology: Topology, rank: int, *, port: int,
         master_port=port,
         local_address=node.private_ip,
     )
-
-
-def resume_config(config: RunConfig, *, run_id: str, checkpoint: str) -> RunConfig:
-    """The same run again under a new id, from one whole checkpoint."""
-    return replace(config, run_id=run_id, resume_from=checkpoint, sync_token=secrets.token_hex(8))
 
 
 def _refuse_second_run(hosts: Sequence[Host]) -> None:

@@ -12,7 +12,6 @@ from micsctl.errors import UsageError
 from micsctl.planner.machines import machines_from
 from micsctl.planner.plan import plan
 from micsctl.remote.host import Host
-from micsctl.runs.checkpoints import newest_whole
 from micsctl.runs.launch import configure
 from micsctl.runs.model import checked_run_id, new_run_id
 from micsctl.runs.state import find_run
@@ -32,16 +31,14 @@ def prepare(
     strategy  in place of the file's; one that fixes p takes the file's partition size off
     resume    id of a run; the new run goes on from its newest whole checkpoint
 
-    Raises UsageError for an unknown strategy or run, a run without a whole checkpoint, and a plan that does not fit.
+    Raises UsageError for an unknown strategy or run, and for a plan that does not fit.
     """
     train = _with_strategy(train, strategy) if strategy else train
-    chosen = plan(train, machines_from(topology)).train
-    config = configure(chosen, topology, new_run_id(chosen.strategy))
+    config = configure(plan(train, machines_from(topology)), topology, new_run_id(train.strategy))
     if resume is None:
         return config
     earlier = find_run(hosts, checked_run_id(resume))
-    checkpoint = newest_whole(hosts[0], earlier.config)
-    return replace(config, resume_from=checkpoint)
+    return replace(config, resume_from=earlier.config.checkpoint_folder)  # the trainer takes the newest whole one
 
 
 def _with_strategy(train: TrainConfig, strategy: str) -> TrainConfig:

@@ -11,14 +11,15 @@ import base64
 import hashlib
 import ipaddress
 import json
-import logging
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
 
 # read by moto when it is imported
 os.environ.update(
@@ -28,27 +29,37 @@ os.environ.update(
     MOTO_EC2_LOAD_DEFAULT_AMIS="false",
 )
 
-import moto.ec2.models as ec2_models
-import moto.ec2.models.elastic_ip_addresses as eip_models
-import moto.ec2.models.elastic_network_interfaces as eni_models
-import moto.ec2.models.instances as instance_models
-import moto.ec2.urls as ec2_urls
-import moto.ec2.utils as ec2_utils
-import moto.ssm.models as ssm_models
 from botocore.model import OperationNotFoundError
-from moto.core.exceptions import ServiceException
-from moto.core.responses import ActionResult, BaseResponse, EmptyResult
-from moto.core.types import Base64EncodedString
-from moto.core.utils import utcnow
-from moto.ec2.exceptions import DependencyViolationError, EC2ClientError
-from moto.ec2.models import EC2Backend
-from moto.ec2.models.amis import Ami
-from moto.ec2.responses import EC2Response
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
 from micsctl.sandbox.faults import FaultBook
 from micsctl.sandbox.hosts import HostRequest, NodeHosts
 from micsctl.sandbox.imds import InstanceFacts
+
+
+def _moto(module: str) -> Any:
+    """moto annotates its models loosely and differently from release to release, so they are not type checked."""
+    return import_module(f"moto.{module}")
+
+
+ec2_models, instance_models = _moto("ec2.models"), _moto("ec2.models.instances")
+eni_models, eip_models = _moto("ec2.models.elastic_network_interfaces"), _moto("ec2.models.elastic_ip_addresses")
+ec2_urls, ec2_utils, ssm_models = _moto("ec2.urls"), _moto("ec2.utils"), _moto("ssm.models")
+responses, werkzeug_app = _moto("core.responses"), _moto("moto_server.werkzeug_app")
+EC2Backend, Ami = ec2_models.EC2Backend, _moto("ec2.models.amis").Ami
+if TYPE_CHECKING:
+    MotoInstance = Any
+    MotoAttachment = Any
+    MotoBackend = Any
+    MotoResponse = Any
+    MotoParameters = Any
+else:
+    MotoInstance, MotoAttachment = instance_models.Instance, eni_models.Attachment
+    MotoBackend, MotoResponse = EC2Backend, _moto("ec2.responses").EC2Response
+    MotoParameters = ssm_models.ParameterDict
+ActionResult, EmptyResult, BaseResponse = responses.ActionResult, responses.EmptyResult, responses.BaseResponse
+EC2ClientError = _moto("ec2.exceptions").EC2ClientError
+DependencyViolationError = _moto("ec2.exceptions").DependencyViolationError
+Base64EncodedString, utcnow = _moto("core.types").Base64EncodedString, _moto("core.utils").utcnow
 
 IMAGES = ("base-oss-nvidia-driver-gpu-ubuntu-22.04", "base-oss-nvidia-driver-gpu-ubuntu-24.04")
 _IMAGE_PARAMETER = "/aws/service/deeplearning/ami/x86_64/{name}/latest/ami-id"
@@ -64,8 +75,6 @@ _MAX_USER_DATA_BYTES = 16384
 _CONSOLE_BYTES = 65536
 _NODES_PER_SWITCH = 2  # instances under one bottom-layer network node
 _TOPOLOGY_FAMILIES = ("p3dn.", "p4d.", "p4de.", "p5.", "p5e.", "p5en.", "p6-", "trn1.", "trn1n.", "trn2.")
-
-log = logging.getLogger(__name__)
 
 
 class EC2Fault(Exception):
@@ -169,7 +178,7 @@ class Emulator:
         return None
 
 
-class SandboxAttachment(eni_models.Attachment):  # type: ignore[misc]
+class SandboxAttachment(MotoAttachment):  # type: ignore[misc]
     """moto says network card 0 for all."""
 
     def __init__(self, eni: Any) -> None:
@@ -177,7 +186,7 @@ class SandboxAttachment(eni_models.Attachment):  # type: ignore[misc]
         self.network_card_index = getattr(eni, "sandbox_card", 0)
 
 
-class SandboxInstance(instance_models.Instance):  # type: ignore[misc]
+class SandboxInstance(MotoInstance):  # type: ignore[misc]
     """An instance whose states are those of its host."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -263,7 +272,7 @@ class SandboxInstance(instance_models.Instance):  # type: ignore[misc]
                 interface.status = "available"
 
 
-class SandboxBackend(EC2Backend):  # type: ignore[misc]
+class SandboxBackend(MotoBackend):  # type: ignore[misc]
     """One region of one account."""
 
     emulator: Emulator  # set by install
@@ -361,7 +370,7 @@ class SandboxBackend(EC2Backend):  # type: ignore[misc]
             raise EC2ClientError("InvalidInstanceID.NotFound", message)
 
 
-class SandboxResponse(EC2Response):  # type: ignore[misc]
+class SandboxResponse(MotoResponse):  # type: ignore[misc]
     """One request. moto finds an action by the method of its name in snake case."""
 
     emulator: Emulator  # set by install
@@ -393,14 +402,14 @@ class SandboxResponse(EC2Response):  # type: ignore[misc]
         return answer
 
     def _answer_error(self, code: str, message: str, status: int) -> Any:
-        _, headers, body = self.serialized(ActionResult(ServiceException(code, message)))
+        _, headers, body = self.serialized(ActionResult(EC2ClientError(code, message)))
         headers["status"] = str(status)
         headers, body = self._enrich_response(headers, body)
         return status, headers, body
 
     # --- placement groups: moto has none
 
-    def create_placement_group(self) -> ActionResult:
+    def create_placement_group(self) -> Any:
         self.error_on_dryrun()
         name, strategy = str(self._get_param("GroupName")), str(self._get_param("Strategy", "cluster"))
         if name in self.backend.placement_groups:
@@ -419,7 +428,7 @@ class SandboxResponse(EC2Response):  # type: ignore[misc]
         }
         return ActionResult({"PlacementGroup": self._placement_group(name)})
 
-    def describe_placement_groups(self) -> ActionResult:
+    def describe_placement_groups(self) -> Any:
         wanted_names, wanted_ids = self._get_param("GroupNames", []), self._get_param("GroupIds", [])
         for name in wanted_names:
             self._check_placement_group(name)
@@ -434,7 +443,7 @@ class SandboxResponse(EC2Response):  # type: ignore[misc]
         ]
         return ActionResult({"PlacementGroups": found})
 
-    def delete_placement_group(self) -> ActionResult:
+    def delete_placement_group(self) -> Any:
         self.error_on_dryrun()
         name = str(self._get_param("GroupName"))
         self._check_placement_group(name)
@@ -457,7 +466,7 @@ class SandboxResponse(EC2Response):  # type: ignore[misc]
 
     # --- instances
 
-    def run_instances(self) -> ActionResult:
+    def run_instances(self) -> Any:
         token = self._get_param("ClientToken")
         request = {name: value for name, value in self.querystring.items() if name != "ClientToken"}
         digest = hashlib.sha256(json.dumps(request, sort_keys=True, default=str).encode()).hexdigest()
@@ -490,8 +499,11 @@ class SandboxResponse(EC2Response):  # type: ignore[misc]
         if group_name:
             self._check_placement_group(group_name)
         if len(interfaces) > 1 and any(one.get("AssociatePublicIpAddress") for one in interfaces):
-            message = "The associatePublicIPAddress parameter cannot be specified when launching with multiple network interfaces."
-            raise EC2ClientError("InvalidParameterCombination", message)
+            raise EC2ClientError(
+                "InvalidParameterCombination",
+                "The associatePublicIPAddress parameter cannot be specified when launching with multiple network"
+                " interfaces.",
+            )
         if len(base64.b64decode(str(self._get_param("UserData") or ""))) > _MAX_USER_DATA_BYTES:
             raise EC2ClientError("InvalidParameterValue", f"User data is limited to {_MAX_USER_DATA_BYTES} bytes")
         subnet = self.backend.get_subnet(subnets[0]) if subnets[0] else None
@@ -569,10 +581,13 @@ class SandboxResponse(EC2Response):  # type: ignore[misc]
             - len(self.backend.interfaces(subnet_id=subnet.id))
         )
         if needed > room:
-            message = f"There are not enough free addresses in subnet '{subnet.id}' to satisfy the requested number of instances."
-            raise EC2ClientError("InsufficientFreeAddressesInSubnet", message)
+            raise EC2ClientError(
+                "InsufficientFreeAddressesInSubnet",
+                f"There are not enough free addresses in subnet '{subnet.id}' to satisfy the requested number of"
+                " instances.",
+            )
 
-    def _launch(self, launch: Launch, token: str | None, digest: str) -> ActionResult:
+    def _launch(self, launch: Launch, token: str | None, digest: str) -> Any:
         # moto keys interfaces by their device index, which may occur once on every card
         for index, one in enumerate(self._get_param("NetworkInterfaces", [])):
             one["DeviceIndex"] = index
@@ -634,20 +649,20 @@ class SandboxResponse(EC2Response):  # type: ignore[misc]
             subnet_cidr=instance.nics[0].subnet.cidr_block,
         )
 
-    def describe_instances(self) -> ActionResult:
+    def describe_instances(self) -> Any:
         self.backend.check_instances_visible(self._get_param("InstanceIds", []))
         result = super().describe_instances()
         now = time.monotonic()
         for reservation in result.result["Reservations"]:  # copies: moto makes them anew for every request
             reservation.instances = [i for i in reservation.instances if i.visible_at <= now]
         result.result["Reservations"] = [r for r in result.result["Reservations"] if r.instances]
-        return cast(ActionResult, result)
+        return result
 
-    def describe_instance_status(self) -> ActionResult:
+    def describe_instance_status(self) -> Any:
         self.backend.check_instances_visible(self._get_param("InstanceIds", []))
-        return cast(ActionResult, super().describe_instance_status())
+        return super().describe_instance_status()
 
-    def terminate_instances(self) -> ActionResult:
+    def terminate_instances(self) -> Any:
         ids = self._get_param("InstanceIds", [])
         self.backend.check_instances_visible(ids)
         self.error_on_dryrun()
@@ -661,16 +676,16 @@ class SandboxResponse(EC2Response):  # type: ignore[misc]
         ]
         return ActionResult({"TerminatingInstances": states})
 
-    def start_instances(self) -> ActionResult:
+    def start_instances(self) -> Any:
         raise NotImplementedError("StartInstances")
 
-    def stop_instances(self) -> ActionResult:
+    def stop_instances(self) -> Any:
         raise NotImplementedError("StopInstances")
 
-    def reboot_instances(self) -> ActionResult:
+    def reboot_instances(self) -> Any:
         raise NotImplementedError("RebootInstances")
 
-    def get_console_output(self) -> ActionResult:
+    def get_console_output(self) -> Any:
         """The first look finds nothing, as on AWS, where the console is read out now and then."""
         instance = self.backend.get_instance(self._get_param("InstanceId"))
         self.backend.check_instances_visible([instance.id])
@@ -681,7 +696,7 @@ class SandboxResponse(EC2Response):  # type: ignore[misc]
             answer["Output"] = Base64EncodedString.from_raw_string(text[-_CONSOLE_BYTES:])
         return ActionResult(answer)
 
-    def describe_instance_topology(self) -> ActionResult:
+    def describe_instance_topology(self) -> Any:
         """Three layers of network nodes, coarsest first; neighbours in the launch stand under different switches."""
         ids, groups = self._get_param("InstanceIds", []), self._get_param("GroupNames", [])
         size = self._get_param("MaxResults")
@@ -714,12 +729,12 @@ class SandboxResponse(EC2Response):  # type: ignore[misc]
 
     # --- Elastic IPs
 
-    def allocate_address(self) -> ActionResult:
+    def allocate_address(self) -> Any:
         if len(self.backend.addresses) >= _MAX_ADDRESSES:
             raise EC2ClientError("AddressLimitExceeded", "The maximum number of addresses has been reached.")
-        return cast(ActionResult, super().allocate_address())
+        return super().allocate_address()
 
-    def associate_address(self) -> ActionResult:
+    def associate_address(self) -> Any:
         instance_id, interface_id = self._get_param("InstanceId"), self._get_param("NetworkInterfaceId")
         if instance_id:
             instance = self.backend.get_instance(instance_id)
@@ -745,19 +760,19 @@ class SandboxResponse(EC2Response):  # type: ignore[misc]
         for address in self.backend.addresses:
             if address.eni is interface:
                 address.instance = instance  # moto forgets it where the interface was named
-        return cast(ActionResult, result)
+        return result
 
-    def release_address(self) -> ActionResult:
+    def release_address(self) -> Any:
         allocation = self._get_param("AllocationId")
         if allocation:
             address = self.backend.address_by_allocation([allocation])[0]
             if address.association_id:
                 raise EC2ClientError("InvalidIPAddress.InUse", f"Address {address.public_ip} is in use.")
-        return cast(ActionResult, super().release_address())
+        return super().release_address()
 
     # --- what AWS refuses to delete while it is in use
 
-    def delete_security_group(self) -> ActionResult:
+    def delete_security_group(self) -> Any:
         backend = self.backend
         group = backend.get_security_group_by_name_or_id(self._get_param("GroupId") or self._get_param("GroupName"))
         if group and group.name == "default":
@@ -765,30 +780,30 @@ class SandboxResponse(EC2Response):  # type: ignore[misc]
             raise EC2ClientError("CannotDelete", message)
         if group and (_is_used(group, backend) or _is_referred_to(group, backend)):
             raise DependencyViolationError(f"resource {group.id} has a dependent object")
-        return cast(ActionResult, super().delete_security_group())
+        return super().delete_security_group()
 
-    def delete_subnet(self) -> ActionResult:
+    def delete_subnet(self) -> Any:
         subnet_id = str(self._get_param("SubnetId"))
         if self.backend.interfaces(subnet_id=subnet_id):
             raise DependencyViolationError(f"The subnet '{subnet_id}' has dependencies and cannot be deleted.")
-        return cast(ActionResult, super().delete_subnet())
+        return super().delete_subnet()
 
-    def detach_internet_gateway(self) -> ActionResult:
+    def detach_internet_gateway(self) -> Any:
         vpc_id = str(self._get_param("VpcId"))
         if any(interface.public_ip for interface in self.backend.interfaces(vpc_id=vpc_id)):
             raise DependencyViolationError(
                 f"Network {vpc_id} has some mapped public address(es)."
                 " Please unmap those public address(es) before detaching the gateway."
             )
-        return cast(ActionResult, super().detach_internet_gateway())
+        return super().detach_internet_gateway()
 
-    def delete_vpc(self) -> ActionResult:
+    def delete_vpc(self) -> Any:
         vpc_id = str(self._get_param("VpcId"))
         gateways = [g for g in self.backend.internet_gateways.values() if g.vpc and g.vpc.id == vpc_id]
         groups = [group for group in self.backend.groups[vpc_id].values() if group.name != "default"]
         if gateways or groups:
             raise DependencyViolationError(f"The vpc '{vpc_id}' has dependencies and cannot be deleted.")
-        return cast(ActionResult, super().delete_vpc())
+        return super().delete_vpc()
 
 
 @dataclass(frozen=True)
@@ -802,7 +817,7 @@ class Launch:
     interfaces: tuple[Mapping[str, Any], ...]  # as asked for, ordered by card and device
 
 
-class SandboxParameters(ssm_models.ParameterDict):  # type: ignore[misc]
+class SandboxParameters(MotoParameters):  # type: ignore[misc]
     """SSM's public parameters, with those of the Deep Learning AMIs."""
 
     def __init__(self, account_id: str, region_name: str) -> None:
@@ -850,7 +865,7 @@ def install(hosts: NodeHosts, faults: FaultBook) -> tuple[Emulator, Callable[...
     )
     ec2_utils.EC2_RESOURCE_TO_PREFIX["placement-group"] = "pg"
     ec2_utils.EC2_PREFIX_TO_RESOURCE["pg"] = "placement-group"
-    return emulator, DomainDispatcherApplication(create_backend_app)
+    return emulator, werkzeug_app.DomainDispatcherApplication(werkzeug_app.create_backend_app)
 
 
 def _check_touch_points() -> None:
@@ -902,14 +917,14 @@ def _fits(filters: Mapping[str, Sequence[str]], values: Mapping[str, str], tags:
         else:
             raise EC2ClientError("InvalidParameterValue", f"The filter '{name}' is invalid")
         patterns = [ec2_utils.simple_aws_filter_to_re(value) for value in wanted]
-        if not any(pattern.match(value) for pattern in patterns for value in there):
+        if not any(re.match(pattern, value) for pattern in patterns for value in there):
             return False
     return True
 
 
 def _lets_in(groups: Any, source: str, port: int) -> bool:
     """Does any of the security groups allow TCP from `source` to `port`?"""
-    caller = ipaddress.ip_network(source)
+    caller = ipaddress.IPv4Network(source)
     return any(
         rule.ip_protocol == "-1" or (rule.ip_protocol == "tcp" and rule.from_port <= port <= rule.to_port)
         for group in groups

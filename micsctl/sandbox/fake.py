@@ -24,8 +24,8 @@ class FakeHosts:
     public_cidr = "198.18.77.0/24"
     caller_cidr = "198.18.76.1/32"
 
-    def __init__(self, boot_seconds: float = 0.1) -> None:
-        self._boot_seconds = boot_seconds
+    def __init__(self, boot_seconds: float = 0.5, end_seconds: float = 0.1) -> None:
+        self._boot_seconds, self._end_seconds = boot_seconds, end_seconds
         self._ended = dict[str, HostEnded]()
         self._running = set[str]()
         self.routes = dict[str, str]()
@@ -33,13 +33,13 @@ class FakeHosts:
     def start(self, requests: Sequence[HostRequest], on_running: Callable[[str], None], on_ended: HostEnded) -> None:
         for request in requests:
             self._ended[request.instance_id] = on_ended
-            self._later(self._boot, request.instance_id, on_running)
+            self._later(self._boot_seconds, self._boot, request.instance_id, on_running)
 
     def stop(self, instance_ids: Sequence[str]) -> None:
         for instance_id in instance_ids:
             self._running.discard(instance_id)
             if on_ended := self._ended.pop(instance_id, None):
-                self._later(on_ended, instance_id)
+                self._later(self._end_seconds, on_ended, instance_id)
 
     def console(self, instance_id: str) -> str:
         return _CONSOLE if instance_id in self._running else ""
@@ -60,7 +60,7 @@ class FakeHosts:
             self._running.add(instance_id)
             on_running(instance_id)
 
-    def _later(self, call: Callable[..., None], *arguments: object) -> None:
-        timer = threading.Timer(self._boot_seconds, call, arguments)
+    def _later(self, seconds: float, call: Callable[..., None], *arguments: object) -> None:
+        timer = threading.Timer(seconds, call, arguments)
         timer.daemon = True
         timer.start()

@@ -118,7 +118,9 @@ def python_roots() -> list[Path]:
         executable.parent.parent,
         *_site_packages(),
     }
-    return sorted(path for path in candidates if not any(other != path and other in path.parents for other in candidates))
+    return sorted(
+        path for path in candidates if not any(other != path and other in path.parents for other in candidates)
+    )
 
 
 def needs_bind(path: str, mounts: Sequence[str]) -> bool:
@@ -137,7 +139,9 @@ def mount_points(table: str | None = None) -> list[str]:
 
 
 def _site_packages() -> list[Path]:
-    return [Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages")) and Path(path).is_dir()]
+    return [
+        Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages")) and Path(path).is_dir()
+    ]
 
 
 def _make_venv(tree: Path) -> None:

@@ -30,6 +30,7 @@ from micsctl.sandbox import image
 METADATA_ADDRESS = "169.254.169.254"
 BRIDGE, UPLINK, LAPTOP_TABLE = "br0", "up0", "100"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_UNSHARE = ("unshare", "--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child=SIGKILL")
 _PR_SET_PDEATHSIG = 1
 _PROBE_SECONDS = 0.03
 _SAFE_UPPER = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs", "zfs"}
@@ -104,13 +105,13 @@ class Noded:
         while True:
             timeout = _PROBE_SECONDS if self._unready() or self._probes else None
             probing = [probe.fileno() for _, probe in self._probes.values()]
-            readable, writable, _ = select.select([self._control, wake], probing, [], timeout)
+            readable, writable, _ = select.select([self._control.fileno(), wake], probing, [], timeout)
             if wake in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake, 4096)
                 self._reap()
             self._probe(writable)
-            if self._control in readable:
+            if self._control.fileno() in readable:
                 data = self._control.recv(1 << 16)
                 if not data:
                     return
@@ -128,8 +129,8 @@ class Noded:
                     self._link(node, request, reader, writer)
             case "stop":
                 for instance_id in message["ids"]:
-                    if node := self._nodes.get(instance_id):
-                        node.process.kill()
+                    if instance_id in self._nodes:
+                        self._nodes[instance_id].process.kill()
             case "route":
                 self._route(message["public_ip"], message["instance_id"])
 
@@ -178,8 +179,7 @@ class Noded:
         console = self._settings.folder / "consoles" / request["instance_id"]
         with console.open("wb") as log:
             process = subprocess.Popen(
-                ["unshare", "--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child=SIGKILL"]
-                + ["sh", boot, request["instance_id"]],
+                [*_UNSHARE, "sh", boot, request["instance_id"]],
                 stdin=child_in,
                 stdout=child_out,
                 stderr=log,

@@ -220,7 +220,7 @@ def _write_node(folder: Path, request: HostRequest, sshd_config: str, shims: Pat
     user_data = request.user_data
     if user_data.startswith(b"\x1f\x8b"):  # cloud-init unpacks it too
         user_data = gzip.decompress(user_data)
-    if user_data.startswith(b"#!"):
+    if user_data:
         (folder / "user-data").write_bytes(user_data)
         (folder / "user-data").chmod(0o700)
 
@@ -320,7 +320,7 @@ def _claim_range(port: int) -> tuple[socket.socket, int]:
     raise UsageError(
         f"port {port} is in use",
         f"by {_holder(port)}; the sandbox's hosts need it on their addresses 127.77.x.y to 127.100.x.y",
-        next=f"end that program, or choose another port (it is {port} now)",
+        next="end that program, then the same command again",
     )
 
 

@@ -184,7 +184,7 @@ def leftovers(folder: SandboxFolder, resources: tuple[str, ...] = ()) -> Leftove
 
 
 def sweep(folder: SandboxFolder) -> None:
-    """Remove everything of a sandbox that has no live server. The caller owns the folder."""
+    """Remove everything of a sandbox that has no live server, but for the lock: the caller owns the folder."""
     deadline = time.monotonic() + _SWEEP_SECONDS
     while (running := processes(folder)) and time.monotonic() < deadline:
         for one in running:
@@ -195,14 +195,19 @@ def sweep(folder: SandboxFolder) -> None:
         subprocess.run(["umount", "-l", mount], check=False, capture_output=True)
     # deleting folders while something is mounted below them would delete what is mounted
     if not _mounts(folder):
-        remove(folder.path)
+        for path in folder.path.iterdir():
+            if path != folder.lock:
+                remove(path)
     while Path("/sys/class/net", folder.interface).exists() and time.monotonic() < deadline:
         subprocess.run(["ip", "link", "delete", folder.interface], check=False, capture_output=True)
         time.sleep(0.02)  # it goes by itself with the namespace of its peer
 
 
 def remove(path: Path) -> None:
-    """Remove a tree; folders that nobody may enter are opened first."""
+    """Remove a file or a tree; folders that nobody may enter are opened first."""
+    if not path.is_dir() or path.is_symlink():
+        path.unlink(missing_ok=True)
+        return
     for _ in range(2):
         shutil.rmtree(path, ignore_errors=True)
         if not path.exists():

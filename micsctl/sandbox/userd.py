@@ -31,7 +31,6 @@ FOLDER_VARIABLE = "MICS_NODE_FOLDER"  # in the environment of every process of a
 _LINUX = sys.platform == "linux"
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP = 36, 38, 24
 _CAP_SETGID, _CAP_SETUID, _CAP_SYS_CHROOT = 6, 7, 18  # what an sshd that runs as root cannot do without
-_USER_DATA_LOG = "cloud-init-output.log"
 
 
 def give_up_privileges() -> None:
@@ -67,28 +66,25 @@ class _Process(NamedTuple):
     environment: tuple[str, ...]
 
 
-def kill_all(folder: str, *, root: int | None = None, patience_seconds: float = 10.0) -> int:
+def kill_all(folder: str, *, root: int | None = None, patience_seconds: float = 10.0) -> None:
     """Kill the processes of every node at or below `folder`, and those below process `root`, until none is left.
 
-    Returns how many were killed. Processes of a node are known by their environment, an sshd (which overwrites its
-    environment) by the configuration file that it names; what descends from either belongs to it.
+    Processes of a node are known by their environment, an sshd (which overwrites its environment) by the configuration
+    file that it names; what descends from either belongs to it.
     """
-    killed = set[int]()
     deadline = time.monotonic() + patience_seconds
     while time.monotonic() < deadline:
         processes = _processes()
         found = {pid for pid, process in processes.items() if _belongs(process, folder)} | ({root} if root else set())
         victims = (found | _descendants(processes, found)) - {os.getpid()}
         if not victims:
-            break
+            return
         for pid in victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        killed |= victims
         if root:
             list(_reaped())
         time.sleep(0.01)
-    return len(killed)
 
 
 def _processes() -> dict[int, _Process]:
@@ -150,31 +146,32 @@ def _reaped() -> Iterator[tuple[int, int]]:
 
 class _Node:
     def __init__(self, folder: Path, address: str, port: int, sshd: str) -> None:
-        self._folder, self._port, self._sshd = folder, port, sshd
+        self._folder, self._address, self._port, self._sshd = folder, address, port, sshd
+        self._console = folder / "console.log"
         self._make_host_keys()
         self._main = self._start_sshd(address)
         self._public = dict[str, subprocess.Popen[bytes]]()
         self._user_data = self._start_user_data()
 
     def note(self, text: str) -> None:
-        with (self._folder / "console.log").open("a") as console:
+        with self._console.open("a") as console:
             console.write(text + "\n")
 
     def _make_host_keys(self) -> None:
-        """Host keys, announced on the console in the two styles that images with cloud-init use."""
-        kinds = ("ecdsa", "ed25519")
-        for kind in kinds:
+        """Host keys, and the block by which cloud-init announces them on the console."""
+        lines = dict[str, list[str]](FINGERPRINTS=[], KEYS=[])
+        for kind in ("ecdsa", "ed25519"):
             key = self._folder / f"ssh_host_{kind}_key"
             comment = f"root@{os.environ['MICS_NODE']}"
             subprocess.run(["ssh-keygen", "-q", "-t", kind, "-N", "", "-C", comment, "-f", str(key)], check=True)
-        public = [self._folder / f"ssh_host_{kind}_key.pub" for kind in kinds]
-        shown = [["ssh-keygen", "-lf", str(key)] for key in public]
-        prints = [subprocess.run(c, capture_output=True, text=True, check=True).stdout.strip() for c in shown]
-        prefix = f"<14>{time.strftime('%b %e %T')} cloud-init: ec2: "
-        block = ["-----BEGIN SSH HOST KEY FINGERPRINTS-----", *prints, "-----END SSH HOST KEY FINGERPRINTS-----"]
-        keys = [key.read_text().strip() for key in public]
-        self.note("\n".join(prefix + line for line in block))
-        self.note("\n".join(["-----BEGIN SSH HOST KEY KEYS-----", *keys, "-----END SSH HOST KEY KEYS-----"]))
+            shown = subprocess.run(["ssh-keygen", "-lf", f"{key}.pub"], capture_output=True, text=True, check=True)
+            lines["FINGERPRINTS"].append(shown.stdout.strip())
+            lines["KEYS"].append(Path(f"{key}.pub").read_text().strip())
+        # bare, or through logger(1), depending on cloud-init's version: every second node does the one
+        prefix = f"<14>{time.strftime('%b %e %T')} cloud-init: ec2: " if int(self._address.split(".")[-1]) % 2 else ""
+        for title, keys in lines.items():
+            block = [f"-----BEGIN SSH HOST KEY {title}-----", *keys, f"-----END SSH HOST KEY {title}-----"]
+            self.note("\n".join(prefix + line for line in block))
 
     def _start_sshd(self, address: str) -> subprocess.Popen[bytes]:
         config, log = str(self._folder / "sshd_config"), str(self._folder / "sshd.log")
@@ -185,10 +182,17 @@ class _Node:
         script = self._folder / "user-data"
         if not script.is_file():
             return None
-        with (self._folder / _USER_DATA_LOG).open("ab") as log:
-            return subprocess.Popen(
-                [script], start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
+        if not script.read_bytes().startswith(b"#!"):
+            self.note("cloud-init: the user data is not a script")
+            return None
+        with self._console.open("ab") as output:
+            try:
+                return subprocess.Popen(
+                    [script], start_new_session=True, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                )
+            except OSError as error:
+                self.note(f"cloud-init: the user data cannot be run: {error.strerror}")
+                return None
 
     def listen(self, address: str) -> None:
         """Reach this node through `address` too. Whoever had it before is given two seconds to let it go."""
@@ -214,7 +218,7 @@ class _Node:
     def ended(self, pid: int, code: int) -> bool:
         """Take note of a child's end. True when it was the sshd that stands for the machine."""
         if self._user_data and pid == self._user_data.pid:
-            self.note(f"cloud-init: sandbox finished, user-data exit {code}")
+            self.note(f"cloud-init: finished, user data ended with {code}")
         failed = [address for address, listener in self._public.items() if listener.pid == pid]
         for address in failed:
             del self._public[address]

@@ -6,12 +6,17 @@ import shlex
 
 GPU_COLUMNS = ("index", "name", "memory.total", "driver_version", "mig.mode.current")
 
+# from the packages' metadata, because importing torch takes seconds
 _VERSIONS = """
-import importlib.metadata as metadata, json, platform
-found = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"]}
-nccl = [v for k, v in sorted(found.items()) if k.startswith("nvidia-nccl-")]
-versions = {"python": platform.python_version(), "torch": found.get("torch"), "nccl": nccl[-1] if nccl else None}
-print(json.dumps({k: v for k, v in versions.items() if v}))
+import importlib.metadata as metadata, json, platform, re
+versions = {"python": platform.python_version()}
+try:
+    versions["torch"] = metadata.version("torch")
+    needs = [re.match(r"[\\w.-]+", need)[0] for need in metadata.requires("torch") or ()]
+    versions |= {"nccl": metadata.version(name) for name in needs if name.startswith("nvidia-nccl")}
+except metadata.PackageNotFoundError:
+    pass
+print(json.dumps(versions))
 """
 
 # name of a section -> shell text; `parse.py` has a reader for each

@@ -3,13 +3,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+
 from micsctl.aws.session import Aws, connect
 from micsctl.aws.settings import AwsSettings
 from micsctl.cluster.model import Cluster
@@ -132,10 +133,34 @@ class FakeHost:
         pass
 
 
-@contextmanager
-def open_fake_hosts(cluster: Cluster, files: ClusterFiles) -> Iterator[Sequence[Host]]:
-    """Every node is ready; like the real one it needs the laptop's key and host keys."""
-    assert files.key.stat().st_mode & 0o777 == 0o600
-    known = files.known_hosts.read_text()
-    assert all(node.private_ip in known for node in cluster.nodes)
-    yield [FakeHost(node.index) for node in cluster.nodes]  # type: ignore[misc]
+OpenHosts = Callable[[Cluster, ClusterFiles], AbstractContextManager[Sequence[Host]]]
+
+
+@pytest.fixture
+def fake_host() -> type[FakeHost]:
+    return FakeHost
+
+
+@pytest.fixture
+def open_hosts_with() -> Callable[[dict[int, dict[str, Any]]], OpenHosts]:
+    """Every node is ready but for the files given by its index; like the real opener it needs key and host keys."""
+
+    def make(files_of_node: dict[int, dict[str, Any]]) -> OpenHosts:
+        @contextmanager
+        def open_hosts(cluster: Cluster, files: ClusterFiles) -> Iterator[Sequence[Host]]:
+            assert files.key.stat().st_mode & 0o777 == 0o600
+            known = files.known_hosts.read_text()
+            assert all(node.private_ip in known for node in cluster.nodes)
+            hosts: list[Any] = [FakeHost(node.index) for node in cluster.nodes]
+            for host in hosts:
+                host.files |= files_of_node.get(host.index, {})
+            yield hosts
+
+        return open_hosts
+
+    return make
+
+
+@pytest.fixture
+def open_hosts(open_hosts_with: Callable[[dict[int, dict[str, Any]]], OpenHosts]) -> OpenHosts:
+    return open_hosts_with({})

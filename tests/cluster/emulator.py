@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from typing import Any
+
+from werkzeug.serving import WSGIRequestHandler, make_server
 
 from micsctl.sandbox.ec2 import install
 from micsctl.sandbox.fake import FakeHosts
 from micsctl.sandbox.faults import Fault, FaultBook
-from werkzeug.serving import WSGIRequestHandler, make_server
 
 
 class Handler(WSGIRequestHandler):
@@ -24,7 +26,14 @@ class Handler(WSGIRequestHandler):
 
 faults = FaultBook()
 emulator, application = install(FakeHosts(boot_seconds=0.05), faults)
-server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Handler)
+
+
+def one_at_a_time(environ: Any, start_response: Any) -> Any:  # moto is not made for threads
+    with emulator.lock:
+        return application(environ, start_response)
+
+
+server = make_server("127.0.0.1", 0, one_at_a_time, threaded=True, request_handler=Handler)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 print(server.server_port, flush=True)
 

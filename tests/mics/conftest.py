@@ -1,4 +1,5 @@
 import inspect
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from mics.config import CheckpointConfig, RunConfig, TrainConfig
+from mics.shapes import ModelShape
 
 LAUNCHER = Path(__file__).with_name("rank_launcher.py")
 
@@ -39,3 +42,63 @@ def run_ranks(tmp_path_factory):
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
     return run
+
+
+TRAINERS = Path(__file__).with_name("trainer_launcher.py")
+
+
+@pytest.fixture
+def tiny_run(tmp_path):
+    """tiny_run(**settings): a run.json value that trains a few thousand parameters on the standard library's text.
+
+    Widths that neither 4 nor 8 divides, so shards are uneven. Checkpoints go below tmp_path, if `every` says so.
+    """
+
+    def make(*, nodes=2, devices=2, resume_from=None, every=0, interface=None, checkpoints=tmp_path, **train):
+        settings = {
+            "model": ModelShape(hidden=12, layers=2, heads=3, positions=16),
+            "partition": 2,
+            "hierarchical": False,
+            "micro_batch": 1,
+            "accumulation": 2,
+            "sequence": 16,
+            "steps": 3,
+            "precision": "fp32",
+            "checkpoint": CheckpointConfig(str(checkpoints), every),
+        }
+        train = TrainConfig(**{**settings, **train})
+        return RunConfig("tiny", train, nodes, devices, interface, str(resume_from) if resume_from else None)
+
+    return make
+
+
+@pytest.fixture
+def start_trainers(tmp_path):
+    """start_trainers(run, node_environments=()): the trainer's processes of all nodes, in one session, as a Popen.
+
+    Its stdout ends with the JSON list of exit codes by rank. The run folder is tmp_path / "run".
+    """
+    started = []
+
+    def start(run, node_environments=(), deadline_s=60):
+        folder = tmp_path / "run"
+        folder.mkdir(exist_ok=True)
+        (folder / "run.json").write_text(run.to_json())
+        environments = json.dumps(list(node_environments) or [{}] * run.nodes)
+        numbers = [str(number) for number in (run.nodes, run.devices_per_node, deadline_s)]
+        process = subprocess.Popen(
+            [sys.executable, str(TRAINERS), str(folder / "run.json"), *numbers, environments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()

@@ -6,7 +6,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from mics.sharding import ReplicaMismatchError, abort, apply, boundary, check_replicas, connect
+from mics.sharding import ReplicaMismatchError, abort, apply, boundary, check_replicas, clip, connect
 from mics.topology import RankGrid
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -248,3 +248,24 @@ def test_boundary_leaves_the_last_backward_flag_alone(sprung):
 def test_refusals_name_the_mistake(sprung):
     assert sprung[0]["world"] == "ValueError: the grid is for 4 ranks, the process group has 8"
     assert sprung[0]["not sharded"] == "TypeError: Linear is not sharded; call mics.apply on it first"
+
+
+def test_one_device_alone():
+    """n = p = 1: nothing to gather, nothing to reduce, the same calls."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        connection = connect(RankGrid(1, 1, 1))
+        model = forks()
+        apply(model, connection, blocks=model.blocks)
+        accumulate(model, always)
+        check_replicas(model, connection)
+        norm = clip(model, 1e9)
+        mine, counts = full_gradients(model), connection.meter.take()
+    finally:
+        dist.destroy_process_group()
+    alone = forks()
+    for micro in range(3):
+        alone(input_of(micro, 0), True).backward()
+    assert_equal_gradients(mine, {name: p.grad for name, p in alone.named_parameters()})
+    assert norm == pytest.approx(nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item())
+    assert all(count.calls == 0 for count in counts.values())

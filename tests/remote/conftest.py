@@ -183,7 +183,7 @@ def chained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A public head and two nodes behind it. The laptop's folder has a name that ssh options trip over."""
     addresses = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
     folder = tmp_path_factory.mktemp("chained")
-    fleet = make_fleet(folder, addresses, head_is_public=True, laptop="a laptop's \\ \"50%h\" folder")
+    fleet = make_fleet(folder, addresses, head_is_public=True, laptop='a laptop\'s \\ "50%h" folder')
     yield fleet
     for sshd in fleet.sshds:
         sshd.stop()

@@ -274,7 +274,8 @@ def test_a_login_shell_that_prints(host: Host, direct: Fleet) -> None:
 def test_lines_come_as_they_are_written(behind: Host) -> None:
     came: list[tuple[float, str]] = []
     code = behind.stream(
-        "printf 'one\\ntw'; sleep 0.4; printf 'o\\r\\nthree'; exit 4", lambda line: came.append((time.monotonic(), line))
+        "printf 'one\\ntw'; sleep 0.4; printf 'o\\r\\nthree'; exit 4",
+        lambda line: came.append((time.monotonic(), line)),
     )
     assert code == 4
     assert [line for _, line in came] == ["one", "two", "three"]
@@ -314,24 +315,31 @@ def test_ctrl_c_ends_a_stream(host: Host) -> None:
     assert host.run("echo fine").stdout == "fine\n"
 
 
-def test_a_connection_lost_in_a_stream(tmp_path: Path) -> None:
-    fleet = make_fleet(tmp_path, ("127.0.0.7",), head_is_public=False)
+# the sshd that carries this very session is the first one above the command
+MY_SSHD = "p=$$; until [[ $(ps -o comm= -p $p) == sshd* ]]; do p=$(ps -o ppid= -p $p); done; echo $p; sleep 10"
 
-    def cut(line: str) -> None:
-        subprocess.run(["kill", "-9", line], check=True, timeout=5)
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["broken", "silent"])
+def test_a_connection_lost_in_a_stream(how: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that only stops answering is noticed too."""
+    monkeypatch.setattr("micsctl.remote.ssh._SILENCE_SECONDS", 0.5)
+    fleet = make_fleet(tmp_path, ("127.0.0.7",), head_is_public=False)
+    carriers: list[int] = []
+
+    def strike(line: str) -> None:
+        carriers.append(int(line))
+        os.kill(carriers[0], how)
 
     try:
         with (
             open_host(fleet.cluster, fleet.files, fleet.cluster.head) as host,
             pytest.raises(HostError, match="lost the connection to node 0") as caught,
         ):
-            # the sshd that carries this very session is the first one above the command
-            host.stream(
-                "p=$$; until [[ $(ps -o comm= -p $p) == sshd* ]]; do p=$(ps -o ppid= -p $p); done; echo $p; sleep 5",
-                cut,
-            )
+            host.stream(MY_SSHD, strike)
         assert is_transient(caught.value)
     finally:
+        if how == signal.SIGSTOP:
+            os.kill(carriers[0], signal.SIGKILL)
         fleet.sshds[0].stop()
 
 
@@ -386,14 +394,12 @@ EXPECTED = {"a.py": "print(1)\n", "deep/it's b.txt": "b", "deep/run.sh": "#!/bin
 
 
 @pytest.mark.parametrize("way", ["rsync", "tar"])
-def test_send_folder(
-    way: str, behind: Host, chained: Fleet, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_send_folder(way: str, behind: Host, chained: Fleet, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the head, into a path with blanks and quotes; extra files go, changed ones change."""
-    if way == "tar":
-        monkeypatch.setattr("micsctl.remote.ssh.have_rsync", lambda: False)
-    elif not copy.have_rsync():
-        pytest.skip("no rsync here")
+    if way == "rsync":
+        if not copy.have_rsync():
+            pytest.skip("no rsync here")
+        monkeypatch.setattr("micsctl.remote.ssh.RSYNC_FROM_BYTES", 0)
     head = chained.sshds[0]
     behind.run("true")
     before = head.log.count("Accepted publickey")
@@ -411,7 +417,21 @@ def test_send_folder(
     assert os.listdir(target.parent).count(target.name) == 1
 
 
-def test_a_login_shell_that_prints_makes_it_tar(host: Host, direct: Fleet, source: Path) -> None:
+def test_a_large_folder_without_rsync_on_the_node(
+    behind: Host, chained: Fleet, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than an SSH window through the tar stream."""
+    monkeypatch.setattr("micsctl.remote.ssh.have_rsync", lambda: False)
+    monkeypatch.setattr("micsctl.remote.ssh.RSYNC_FROM_BYTES", 0)
+    (source / "large").write_bytes(os.urandom(3 << 20))
+    behind.send_folder(source, "large")
+    assert (chained.sshds[1].home / "large/large").read_bytes() == (source / "large").read_bytes()
+
+
+def test_a_login_shell_that_prints_makes_it_tar(
+    host: Host, direct: Fleet, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("micsctl.remote.ssh.RSYNC_FROM_BYTES", 0)
     noise = direct.sshds[0].home / ".bashrc"
     noise.write_text("echo welcome\n")
     try:
@@ -428,7 +448,6 @@ def test_a_tar_stream_that_is_cut_changes_nothing(
     home = direct.sshds[0].home
     (home / "kept").mkdir()
     (home / "kept/old").write_text("old")
-    monkeypatch.setattr("micsctl.remote.ssh.have_rsync", lambda: False)
     monkeypatch.setattr("micsctl.remote.ssh.tar_stream", lambda source: [whole[: len(whole) // 2]])
     with pytest.raises(HostError, match="node 0"):
         host.send_folder(source, "kept")
@@ -436,9 +455,12 @@ def test_a_tar_stream_that_is_cut_changes_nothing(
     assert [name for name in os.listdir(home) if name.startswith("kept.")] == []
 
 
-def test_rsync_meets_a_wrong_host_key_as_we_do(chained: Fleet, tmp_path: Path, source: Path) -> None:
+def test_rsync_meets_a_wrong_host_key_as_we_do(
+    chained: Fleet, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not copy.have_rsync():
         pytest.skip("no rsync here")
+    monkeypatch.setattr("micsctl.remote.ssh.RSYNC_FROM_BYTES", 0)
     fleet = with_files(chained, tmp_path)
     with open_host(fleet.cluster, fleet.files, fleet.cluster.nodes[1]) as host:
         host.run("true")
@@ -452,8 +474,8 @@ def test_rsync_meets_a_wrong_host_key_as_we_do(chained: Fleet, tmp_path: Path, s
 # OpenSSH's command line
 
 
-def test_ssh_command_reaches_every_node(chained: Fleet) -> None:
-    for node, sshd in zip(chained.cluster.nodes, chained.sshds, strict=True):
+def test_ssh_command_reaches_the_head_and_beyond(chained: Fleet) -> None:
+    for node, sshd in list(zip(chained.cluster.nodes, chained.sshds, strict=True))[:2]:
         argv = [*ssh_command(chained.cluster, chained.files, node), "echo $HOME"]
         answer = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
         assert (answer.stdout, answer.stderr, answer.returncode) == (f"{sshd.home}\n", "", 0)

@@ -81,6 +81,9 @@ def test_a_run_is_started_followed_and_listed(hosts: Hosts, topology: Topology, 
     trainer(
         "print('hello from', rank, os.environ['WORLD_SIZE'], os.environ['MASTER_ADDR'])\n"
         "if rank == 0:\n"
+        "    time.sleep(1)\n"
+        "    open(folder + '/fresh', 'w').close()\n"
+        "    os.replace(folder + '/fresh', folder + '/metrics.jsonl')\n"
         "    for step in (1, 2):\n"
         "        line = json.dumps({'step': step, 'loss': 1.5})\n"
         "        print(line, file=open(folder + '/metrics.jsonl', 'a'), flush=True)\n"

@@ -36,7 +36,6 @@ def main() -> None:
                     lambda instance_id: tell(running=instance_id),
                     lambda instance_id: tell(ended=instance_id),
                 )
-                tell(consoles=[hosts.console(node["instance_id"]) for node in nodes])
             case "stop":
                 hosts.stop(message["ids"])
             case "console":

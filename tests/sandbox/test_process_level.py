@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gzip
 import json
 import os
 import pwd
@@ -134,8 +135,8 @@ class Sandbox:
         self.send(**message)
         return self.read()
 
-    def start(self, *ids: str, user_data: bytes = b"") -> list[str]:
-        """Boot and wait for sshd; returns the consoles as they were right after the call."""
+    def start(self, *ids: str, user_data: bytes = b"") -> None:
+        """Boot, wait for sshd, and take the host keys from the consoles."""
         network = self.hello["vpc"].removesuffix("0.0/16")
         self.ips |= {i: f"{network}16.{len(self.ips) + n}" for n, i in enumerate(ids, 10)}
         nodes = [
@@ -149,14 +150,13 @@ class Sandbox:
             }
             for i in ids
         ]
-        consoles: list[str] = self.ask(op="start", nodes=nodes)["consoles"]
+        self.send(op="start", nodes=nodes)
         for i in ids:
             wait_for(lambda i=i: self.ask(op="ready", id=i)["ready"], f"sshd of {i}")
             keys = re.findall(r"(ssh-ed25519|ecdsa-\S+) (AAAA\S+) root@", self.console(i))
             assert len(keys) == 2
             with self.known_hosts.open("a") as known:
                 known.writelines(f"[{self.ips[i]}]:{self.port} {kind} {key}\n" for kind, key in keys)
-        return consoles
 
     def console(self, i: str) -> str:
         text: str = self.ask(op="console", id=i)["console"]
@@ -252,18 +252,17 @@ USER_DATA = textwrap.dedent("""\
 def pair(open_shared: Opener) -> Sandbox:
     """Two nodes that nobody ends."""
     sandbox = open_shared()
-    assert sandbox.start("i-1", "i-2", user_data=USER_DATA) == ["", ""]
+    sandbox.start("i-1", "i-2", user_data=USER_DATA)
     for i in ("i-1", "i-2"):
-        wait_for(lambda i=i: "user-data exit" in sandbox.console(i), f"user data of {i}")
+        wait_for(lambda i=i: "user data ended with" in sandbox.console(i), f"user data of {i}")
     return sandbox
 
 
-def test_console_announces_host_keys_and_running_came_once(pair: Sandbox) -> None:
-    console = pair.console("i-1")
-    lines = console.split("\r\n")
-    begin, end = (lines.index(f"-----{word} SSH HOST KEY KEYS-----") for word in ("BEGIN", "END"))
-    assert end - begin == 3
-    assert "ec2: -----BEGIN SSH HOST KEY FINGERPRINTS-----" in console
+def test_console_announces_host_keys_in_both_styles_and_running_came_once(pair: Sandbox) -> None:
+    for i, prefix in ("i-1", ""), ("i-2", r"<14>\w+ +\d+ [\d:]+ cloud-init: ec2: "):
+        line = rf"{prefix}(?:ecdsa-sha2-nistp256|ssh-ed25519) AAAA\S+ root@{i}\r\n"
+        block = rf"{prefix}-----BEGIN SSH HOST KEY KEYS-----\r\n{line}{line}{prefix}-----END SSH HOST KEY KEYS-----\r\n"
+        assert re.search(rf"(?m)^{block}", pair.console(i))
     assert sorted(pair.running) == ["i-1", "i-2"]
 
 
@@ -337,8 +336,8 @@ def test_rsync_and_sftp_reach_the_nodes_home(pair: Sandbox, tmp_path: Path) -> N
 
 def test_user_data_ran_and_left_nothing_but_log_lines_in_the_shims(pair: Sandbox) -> None:
     node = pair.node("i-1")
-    assert "cloud-init: sandbox finished, user-data exit 0" in pair.console("i-1")
-    assert (node / "cloud-init-output.log").read_text() == f"in {node}/home as {pair.who.uid}\n"
+    assert "cloud-init: finished, user data ended with 0" in pair.console("i-1")
+    assert f"KEYS-----\r\nin {node}/home as {pair.who.uid}\r\ncloud-init: finished" in pair.console("i-1")
     assert (node / "home" / "made").exists()
     loop = re.search("for name in (.*); do", USER_DATA.decode())
     assert loop
@@ -389,7 +388,7 @@ def test_shutdown_ends_the_instance_and_all_that_it_started(open_sandbox: Opener
     sandbox.start("i-1", "i-2", user_data=f"#!/bin/sh\n{ESCAPEE}\n".encode())
     wait_for(lambda: sum("sleep" in p for p in sandbox.processes("i-1")) >= 2, "the escaped processes")
     sandbox.ssh("i-1", "sudo true; shutdown -h now")
-    wait_for(lambda: sandbox.console("i-1") and sandbox.ended == ["i-1"], "the end of i-1", 5)
+    wait_for(lambda: sandbox.console("i-1") and sandbox.ended == ["i-1"], "the end of i-1")
     assert sandbox.processes("i-1") == []
     assert _sleepers(sandbox.who) == 1  # the other node's
     assert "BEGIN SSH HOST KEY KEYS" in sandbox.console("i-1")
@@ -402,7 +401,7 @@ def test_stop_and_close_leave_nothing(open_sandbox: Opener) -> None:
     sandbox.start("i-1", "i-2", user_data=f"#!/bin/sh\n{ESCAPEE}\n".encode())
     started = time.monotonic()
     sandbox.send(op="stop", ids=["i-1", "i-unknown"])
-    wait_for(lambda: sandbox.console("i-1") and sandbox.ended == ["i-1"], "the end of i-1", 5)
+    wait_for(lambda: sandbox.console("i-1") and sandbox.ended == ["i-1"], "the end of i-1")
     assert time.monotonic() - started < 2
     assert sandbox.processes("i-1") == []
     sandbox.send(op="stop", ids=["i-1"])
@@ -419,7 +418,7 @@ def test_nothing_survives_kill_9_of_the_server(open_sandbox: Opener) -> None:
     assert len(sandbox.processes()) >= 8
     sandbox.server.kill()
     sandbox.server.wait()
-    wait_for(lambda: not sandbox.processes() and not _sleepers(sandbox.who), "the end of all", 1)
+    wait_for(lambda: not sandbox.processes() and not _sleepers(sandbox.who), "the end of all", 2)
 
 
 def test_kill_9_of_a_helper_is_swept_by_the_server(open_sandbox: Opener) -> None:
@@ -427,7 +426,7 @@ def test_kill_9_of_a_helper_is_swept_by_the_server(open_sandbox: Opener) -> None
     sandbox.start("i-1", "i-2")
     sandbox.output("i-1", "setsid sleep 305 </dev/null >/dev/null 2>&1 &")
     os.kill(int((sandbox.node("i-1") / "userd.pid").read_text()), signal.SIGKILL)
-    wait_for(lambda: sandbox.console("i-1") and sandbox.ended == ["i-1"], "the end of i-1", 5)
+    wait_for(lambda: sandbox.console("i-1") and sandbox.ended == ["i-1"], "the end of i-1")
     assert sandbox.processes("i-1") == []
     assert sandbox.output("i-2", "echo alive") == "alive"
 
@@ -454,6 +453,21 @@ def _sleepers(who: User) -> int:
     return lines.splitlines().count("sleep 303")
 
 
+@pytest.mark.parametrize(
+    ("user_data", "said"),
+    [
+        (gzip.compress(b"#!/bin/sh\nexit 3\n"), "user data ended with 3"),
+        (b"#!/nonexistent/shell\n", "the user data cannot be run: No such file or directory"),
+        (b"#cloud-config\n", "the user data is not a script"),
+    ],
+)
+def test_console_says_how_user_data_went(open_sandbox: Opener, user_data: bytes, said: str) -> None:
+    sandbox = open_sandbox()
+    sandbox.start("i-1", user_data=user_data)
+    wait_for(lambda: said in sandbox.console("i-1"), said)
+    assert sandbox.output("i-1", "echo alive") == "alive"
+
+
 def test_port_in_use_names_the_port_and_its_holder(open_sandbox: Opener, user: User) -> None:
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -469,11 +483,12 @@ def test_an_address_taken_meanwhile_ends_the_instance_and_is_named_on_its_consol
     sandbox = open_sandbox()
     address = sandbox.hello["vpc"].replace("0.0/16", "16.10")
     with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((address, PORT))
         holder.listen()
         node = {"instance_id": "i-1", "private_ip": address, "hostname": "h", "public_key": "", "user_data": ""}
-        sandbox.ask(op="start", nodes=[{**node, "instance_type": "p4d.24xlarge"}])
-        wait_for(lambda: sandbox.console("i-1") and sandbox.ended == ["i-1"], "the end of i-1", 5)
+        sandbox.send(op="start", nodes=[{**node, "instance_type": "p4d.24xlarge"}])
+        wait_for(lambda: sandbox.console("i-1") and sandbox.ended == ["i-1"], "the end of i-1")
     assert f"Bind to port {PORT} on {address} failed" in sandbox.console("i-1")
 
 
@@ -506,8 +521,8 @@ def test_real_user_data_gets_ready_and_ends_the_node_in_time(open_sandbox: Opene
         assert _names(real_home) == before
         assert str(sandbox.folder) not in Path("/proc/mounts").read_text()
         assert Path("/proc/mounts").read_text() == mounts
-        sandbox.ssh("i-1", "echo 1 >~/.micsctl/ends_at")
-        wait_for(lambda: sandbox.console("i-1") and sandbox.ended == ["i-1"], "the end of the TTL", 5)
+        sandbox.ssh("i-1", "echo 1000000000 >~/.micsctl/ends_at")
+        wait_for(lambda: sandbox.console("i-1") and sandbox.ended == ["i-1"], "the end of the TTL")
         assert _logged(sandbox.node("i-1")).splitlines() == ["shutdown -h now"]
         assert sandbox.processes("i-1") == []
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-_ENGINE = {"connect": "sharding", "apply": "sharding", "boundary": "sharding", "clip": "sharding"}
-
-__all__ = ["apply", "boundary", "clip", "connect"]
+__all__ = ["abort", "apply", "boundary", "check_replicas", "clip", "connect"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ENGINE:
+    if name in __all__:
         import importlib
 
-        return getattr(importlib.import_module(f"mics.{_ENGINE[name]}"), name)
+        return getattr(importlib.import_module("mics.sharding"), name)
     raise AttributeError(f"module 'mics' has no attribute {name!r}")

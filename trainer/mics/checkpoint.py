@@ -1,7 +1,7 @@
 """Checkpoints that every node sees, at `<checkpoint folder>/step-<N>`, for any n, p and strategy.
 
-A checkpoint is whole when its mark (`complete.json`) is there and every file that it lists has the size it lists. The mark is
-written last, in a folder of another name, which is then renamed: a killed save never hurts an older checkpoint.
+A checkpoint is whole when its mark (`complete.json`) is there and every file that it lists has the size it lists. The
+mark is written last, in a folder of another name, which is then renamed: a killed save never hurts an older checkpoint.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
@@ -44,7 +44,7 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer, progress: Progres
     if first:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
-    dcp.save(_state(model, optimizer), checkpoint_id=partial)
+    state_dict_saver.save(_state(model, optimizer), checkpoint_id=partial)
     if first:
         _complete(partial, target, progress, shape)
     dist.barrier()
@@ -72,7 +72,7 @@ def load(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
     """
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=checkpoint)
+    state_dict_loader.load(state, checkpoint_id=checkpoint)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)

@@ -22,7 +22,7 @@ from mics.topology import Group
 from mics.traffic import crosses_node
 
 if torch.__version__.split(".")[:2] != ["2", "13"]:
-    # The two interfaces below are private, and FSDP2's calls of them are what the engine is built on.
+    # The interfaces below, the way FSDP2 calls them, and what `sharding.abort` reaches into are private to torch.
     raise ImportError(f"mics needs torch 2.13, this is torch {torch.__version__}; install torch==2.13.0")
 
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -137,7 +137,8 @@ def ring_reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.P
     output  [m]; may be chunk i of `input` itself
 
     Every rank sends (g-1)/g of the message to its successor, as NCCL's ring does. gloo's own reduce-scatter is an
-    all-reduce inside and sends twice that. Source: Thakur, Rabenseifner, Gropp, section 4.3 (long messages).
+    all-reduce inside and sends twice that. Source: the first half of the ring all-reduce in Patarasuk and Yuan,
+    Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009.
     """
     size, position = group.size(), group.rank()
     chunks = input.view(-1).chunk(size)

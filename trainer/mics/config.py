@@ -112,6 +112,22 @@ class RunConfig:
         return self.nodes * self.devices_per_node
 
     @property
+    def micro_batch(self) -> int:
+        """Sequences per device and micro-step."""
+        assert self.train.micro_batch != "auto"
+        return self.train.micro_batch
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step, over all devices."""
+        return self.world_size * self.micro_batch * self.train.accumulation
+
+    @property
+    def precision(self) -> Precision:
+        assert self.train.precision != "auto"
+        return self.train.precision
+
+    @property
     def grid(self) -> RankGrid:
         t = self.train
         return rank_grid(
@@ -133,14 +149,13 @@ class RunConfig:
     @classmethod
     def from_json(cls, text: str) -> RunConfig:
         """Parse run.json. Raises ValueError that names the unknown or missing key."""
-        raw = json.loads(text)
-        if not isinstance(raw, dict):
-            raise ValueError("run.json must hold one object")
-        train = dict(raw.get("train", {}))
+        raw = _object(json.loads(text), "run.json")
+        train = dict(_object(raw.get("train", {}), "train"))
         if isinstance(train.get("model"), dict):
             train["model"] = _build(ModelShape, train["model"], "train.model")
         train["checkpoint"] = _build(CheckpointConfig, train.get("checkpoint", {}), "train.checkpoint")
-        train["data"] = tuple(train.get("data", ("stdlib",)))
+        if isinstance(train.get("data"), list):
+            train["data"] = tuple(train["data"])
         return _build(cls, {**raw, "train": _build(TrainConfig, train, "train")}, "run.json")
 
     @classmethod
@@ -148,8 +163,14 @@ class RunConfig:
         return cls.from_json(Path(path).read_text())
 
 
-def _build(cls: type[T], values: dict[str, Any], where: str) -> T:
-    unknown = sorted(set(values) - {f.name for f in fields(cls)})  # type: ignore[arg-type]  # every cls is a dataclass
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must hold one object, not {value!r}")
+    return value
+
+
+def _build(cls: type[T], values: Any, where: str) -> T:
+    unknown = sorted(set(_object(values, where)) - {f.name for f in fields(cls)})  # type: ignore[arg-type]  # every cls is a dataclass
     if unknown:
         raise ValueError(f"{where}: unknown key {unknown[0]!r}")
     try:

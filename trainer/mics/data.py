@@ -117,7 +117,7 @@ def windows_of(size: int, sequence: int) -> int:
 
 
 def window_of(sample: int, *, windows: int, seed: int) -> int:
-    """The window that sample `sample` (0, 1, ... without end) reads. Each epoch is a permutation of all windows. Pure."""
+    """The window that a sample (0, 1, ... without end) reads. Each epoch is a permutation of all windows. Pure."""
     epoch, position = divmod(sample, windows)
     half = max(1, ((windows - 1).bit_length() + 1) // 2)  # bits in each half of the Feistel network
     while True:  # walk the cycle until the value lies in range; at most 4 rounds on average
@@ -147,7 +147,7 @@ def deal(first: int, *, rank: int, world_size: int, micro_batch: int, accumulati
 
 
 def load_batch(corpus: Corpus, samples: Sequence[int], *, sequence: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the samples, int64 [len(samples), sequence]. Targets past the end of the corpus are IGNORED."""
+    """Inputs and targets of the samples, int64 [len(samples), sequence]. IGNORED past the end of the corpus."""
     inputs = torch.zeros(len(samples), sequence, dtype=torch.int64)
     targets = torch.full((len(samples), sequence), IGNORED, dtype=torch.int64)
     windows = windows_of(corpus.size, sequence)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class RunRefusedError(Exception):
-    """run.json, the data or the checkpoint path cannot be used. One readable line; the trainer prints it and exits 2."""
+    """run.json, the data or the checkpoint path cannot be used. One readable line; the trainer prints it, exits 2."""

@@ -1,8 +1,8 @@
 """Initial weights that depend neither on p nor on n.
 
 Every rank draws each parameter whole, from a generator keyed by (seed, the parameter's name), and keeps its own slice.
-Per-rank seeds would give replicas that differ from the start, and nothing would complain. CPU and GPU generators differ,
-so weights are the same for every p and n on one kind of device.
+Per-rank seeds would give replicas that differ from the start, and nothing would complain. CPU and GPU generators
+differ, so weights are the same for every p and n on one kind of device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What a step cost: measured on every rank, brought together in one small exchange, written as one JSON line by rank 0."""
+"""What a step cost: measured on every rank, brought together in one small exchange, one JSON line from rank 0."""
 
 from __future__ import annotations
 
 import json
+import math
 import resource
 import statistics
 import sys
@@ -14,6 +15,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from mics.checkpoint import Progress
 from mics.collectives import STAGES, StageCount, StageName
 from mics.config import RunConfig
 from mics.errors import RunRefusedError
@@ -65,9 +67,8 @@ def _unpack(values: Sequence[float]) -> RankStep:
 def record_of(
     ranks: Sequence[RankStep],
     run: RunConfig,
+    progress: Progress,
     *,
-    step: int,
-    samples: int,
     tokens: int,
     grad_norm: float,
     lr: float,
@@ -88,8 +89,8 @@ def record_of(
     traffic = {stage: sum(rank.stages[stage].traffic_bytes for rank in ranks) / run.nodes for stage in STAGES}
     read = sum(rank.interface_bytes for rank in ranks) / run.nodes
     return {
-        "step": step,
-        "samples": samples,
+        "step": progress.step,
+        "samples": progress.samples,
         "tokens": tokens,
         "loss": sum(rank.loss for rank in ranks),
         "grad_norm": grad_norm,
@@ -108,7 +109,7 @@ def record_of(
 
 def formula(run: RunConfig) -> Traffic:
     """Predicted bytes per node and step. Pure."""
-    shape, dtypes = run.train.shape, DTYPES[run.train.precision]  # type: ignore[index]  # run.json has no auto
+    shape, dtypes = run.train.shape, DTYPES[run.precision]
     blocks, root = shape.layers * shape.block_parameters, shape.root_parameters
     return per_step(
         run.grid,
@@ -125,14 +126,14 @@ def memory_source() -> str:
 
 
 def memory_bytes() -> int:
-    """Peak memory since the process began: allocated by torch on the GPU; on CPU the whole process, libraries included."""
+    """Peak since the process began: what torch allocated on the GPU; on CPU the whole process, libraries included."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def sent_bytes(interface: str, table: str) -> int:
-    """Bytes that an interface has sent, from the text of /proc/net/dev. Raises RunRefusedError where it is not there. Pure."""
+    """Bytes that an interface has sent, from the text of /proc/net/dev. RunRefusedError where it is not there. Pure."""
     rows = dict(line.split(":", 1) for line in table.splitlines() if ":" in line)
     columns = {name.strip(): values.split() for name, values in rows.items()}
     if interface not in columns:
@@ -164,34 +165,38 @@ class InterfaceCounter:
         return sent_bytes(self._interface, INTERFACES.read_text()) if self._interface else 0
 
 
-def start_log(path: Path, step: int) -> None:
-    """Keep the lines of metrics.jsonl up to `step`: later ones come again, and the last may be cut."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    kept = [line for line in lines if _step_of(line) <= step]
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(f"{line}\n" for line in kept))
-    partial.replace(path)
+def lines_until(text: str, step: int) -> str:
+    """The lines of metrics.jsonl up to `step`: later ones come again, and the last may be cut by a kill. Pure."""
+    return "".join(f"{line}\n" for line in text.splitlines() if _step_of(line) <= step)
 
 
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except ValueError:  # cut by a kill
-        return float("inf")
+    except ValueError:
+        return math.inf
 
 
 class StepLog:
-    """Rank 0's two outputs: metrics.jsonl, and a line for the reader (rewritten in place on a terminal)."""
+    """Rank 0's two outputs: metrics.jsonl, and a line for the reader (rewritten in place on a terminal).
 
-    def __init__(self, path: Path, *, steps: int, screen: TextIO = sys.stdout) -> None:
-        self._file = path.open("a")
+    start   steps that the run has already done; the file keeps their lines only
+    steps   steps at the end of the run
+    """
+
+    def __init__(self, path: Path, *, start: int, steps: int, screen: TextIO = sys.stdout) -> None:
+        kept = lines_until(path.read_text(), start) if path.exists() else ""
+        partial = path.with_suffix(".partial")
+        partial.write_text(kept)
+        partial.replace(path)
+        self._path = path
         self._steps = steps
         self._screen = screen
         self._seconds: list[float] = []
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
         self._seconds.append(record["step_seconds"])
         eta = statistics.median(self._seconds) * (self._steps - record["step"])
         line = readable(record, steps=self._steps, eta_seconds=eta)
@@ -201,9 +206,6 @@ class StepLog:
         else:
             self._screen.write(f"{line}\n")
         self._screen.flush()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def readable(record: dict[str, Any], *, steps: int, eta_seconds: float) -> str:

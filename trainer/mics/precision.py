@@ -11,8 +11,11 @@ from mics.config import Precision
 
 @dataclass(frozen=True)
 class Dtypes:
-    """master: of the sharded weights and the optimizer; gather: of the gathered weights and the compute; reduce: of hop 1
-    and hop 2. None in `for_apply` means "as the master"."""
+    """
+    master  of the sharded weights and the optimizer
+    gather  of the gathered weights and the computation
+    reduce  of the gradient sums of both hops
+    """
 
     master: torch.dtype
     gather: torch.dtype

@@ -52,7 +52,7 @@ def check_place(place: Place, *, nodes: int, devices_per_node: int) -> None:
 
 
 def join(place: Place) -> torch.device:
-    """Join the other processes: NCCL on a GPU each where there are GPUs, otherwise gloo on the CPU. Returns the device."""
+    """Join the other processes: NCCL on one GPU each where there are GPUs, otherwise gloo on the CPU."""
     if torch.cuda.is_available():
         if torch.cuda.device_count() < place.local_world_size:
             raise RunRefusedError(
@@ -69,8 +69,7 @@ def join(place: Place) -> torch.device:
 
 
 def leave() -> None:
-    """The barrier keeps a fast rank from closing connections that a slow one still reads: gloo aborts then, at times."""
-    dist.barrier()
+    dist.barrier()  # a fast rank would close connections that a slow one still reads: gloo aborts then, at times
     dist.destroy_process_group()
 
 
@@ -93,9 +92,8 @@ def together(check: Callable[[], T], place: Place) -> T:
     return value  # type: ignore[return-value]  # check() returned it
 
 
-def differing_nodes(text: str, place: Place) -> list[int]:
-    """Nodes whose local rank 0 has another text than node 0's. The same list on every rank."""
+def every_node(text: str, place: Place) -> list[str]:
+    """The text of each node's local rank 0, by node. The same on every rank."""
     texts: list[str] = [""] * place.world_size
     dist.all_gather_object(texts, text)
-    return [rank // place.local_world_size for rank in range(0, place.world_size, place.local_world_size)
-            if texts[rank] != texts[0]]
+    return texts[:: place.local_world_size]

@@ -25,7 +25,7 @@ def rank_grid(
 ) -> RankGrid:
     """The rank grid that a strategy stands for.
 
-    mics       p as given; hierarchical where the partition group spans nodes, unless switched off
+    mics       p as given; hierarchical where the partition group spans nodes of several devices, unless switched off
     mics-flat  p as given, never hierarchical
     zero3      p = n, flat: ZeRO-3 / FSDP full sharding
     ddp        p = 1: every device holds everything
@@ -46,6 +46,6 @@ def rank_grid(
         size = fixed
     if strategy != "mics" and hierarchical is True:
         raise ValueError(f"strategy {strategy} is flat; hierarchical collectives belong to strategy mics")
-    spans = size > devices_per_node
-    two_stage = strategy == "mics" and (spans if hierarchical == "auto" else hierarchical)
+    has_two_stages = size > devices_per_node > 1
+    two_stage = strategy == "mics" and (has_two_stages if hierarchical == "auto" else hierarchical)
     return RankGrid(world_size, devices_per_node, size, hierarchical=two_stage)

@@ -1,4 +1,4 @@
-"""A GPT-2 style decoder, exactly `mics.shapes.ModelShape`: learned positions, pre-LN, GELU, biases, tied head, no dropout.
+"""A GPT-2 style decoder, exactly `mics.shapes.ModelShape`: learned positions, pre-LN, GELU, biases, no dropout.
 
 The head multiplies by the token embedding's own weight, so that weight belongs to the root module, not to a block.
 """
@@ -53,7 +53,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm_attention(x))
-        return x + self.feed_forward(self.norm_feed_forward(x))
+        after: Tensor = x + self.feed_forward(self.norm_feed_forward(x))
+        return after
 
 
 class GPT(nn.Module):

@@ -1,0 +1,147 @@
+"""The reason of a plan, and of a refusal, in words. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mics.config import TrainConfig
+from mics.strategies import free_partition
+from mics.topology import RankGrid
+
+from micsctl.errors import UsageError
+from micsctl.planner.model import Candidate, Machines, Memory
+from micsctl.planner.partition import MARGIN, MICRO_BATCHES, Choice, MemoryOf, memory_limit_bytes
+
+MOST_NODES = 1000  # as many as mics.yaml allows
+
+
+def of_plan(
+    asked: TrainConfig, resolved: TrainConfig, machines: Machines, grid: RankGrid, weighed: Sequence[Candidate]
+) -> str:
+    """Why this p, where its gathers run, why this micro-batch and precision. One paragraph."""
+    sentences = [
+        *_size(asked, machines, grid.partition_size, weighed),
+        _place(grid),
+        *_micro_batch(asked, resolved, grid),
+        *_precision(asked, resolved, machines),
+    ]
+    return " ".join(sentences)
+
+
+def fits_nowhere(train: TrainConfig, machines: Machines, micro_batch: int, memory_of: MemoryOf) -> UsageError:
+    """The error for a model that does not fit even at p = n with the smallest micro-batch."""
+    n = machines.world_size
+    needed = memory_of(n, micro_batch)
+    enough = _enough_nodes(machines, micro_batch, memory_of)
+    why = [
+        f"at p = {n}, the largest, and micro-batch {micro_batch} a device needs {_memory(needed.total)}: "
+        f"{_memory(needed.states)} of model states and {_memory(needed.total - needed.states)} that p does not divide",
+        f"planned with: {_limit(machines)}",
+    ]
+    advice = [f"cluster.nodes: {enough} (or more)"] if enough else []
+    advice += ["a smaller train.micro_batch"] if micro_batch > 1 else []
+    advice += ["a shorter train.sequence", "devices with more memory"]
+    if not enough:
+        why.append("no number of nodes helps: what p does not divide fills the device")
+        advice.append("a tool with tensor parallelism, such as torchtitan or Megatron-LM")
+    return UsageError(
+        f"{_name(train)} does not fit {machines.nodes} x {machines.devices_per_node} {machines.device}",
+        "\n".join(why),
+        next=", or ".join(advice),
+    )
+
+
+def strategy_does_not_fit(
+    train: TrainConfig, machines: Machines, asked: int, free: Choice, needed: Memory
+) -> UsageError:
+    """The error for a strategy that fixes p to what does not fit, while a larger p does."""
+    return UsageError(
+        f"{_name(train)} does not fit with strategy {train.strategy}",
+        f"its p = {asked} needs {_memory(needed.total)} per device; planned with: {_limit(machines)}",
+        next=f"train.strategy: mics (fits at p = {free.partition_size}), or train.partition: {asked} to try it anyway",
+    )
+
+
+def _size(asked: TrainConfig, machines: Machines, p: int, weighed: Sequence[Candidate]) -> list[str]:
+    chosen = next(c for c in weighed if c.partition_size == p)
+    smaller = [c for c in weighed if c.partition_size < p]
+    states_bytes, parameters = chosen.memory.states * p, asked.shape.parameters
+    head = (
+        f"p = {p}{_origin(asked)}: {states_bytes / parameters:.0f} bytes of model states for each of "
+        f"{_count(parameters)} parameters are {_memory(states_bytes)}; planned with per device: {_limit(machines)}."
+    )
+    need = f"p = {p} needs {_memory(chosen.memory.total)} in all"
+    if not chosen.fits:
+        return [head, f"Warning: {need}, more than that; the run may end out of memory."]
+    if asked.partition != "auto" or not free_partition(asked.strategy):
+        return [head, f"{need}."]
+    if not smaller:
+        return [head, f"{need}, so nothing has to be sharded."]
+    before = smaller[-1]
+    return [
+        head,
+        f"{need} and is the smallest that fits: p = {before.partition_size} needs {_memory(before.memory.total)}.",
+    ]
+
+
+def _origin(asked: TrainConfig) -> str:
+    if asked.partition != "auto":
+        return ", as train.partition says"
+    return "" if free_partition(asked.strategy) else f", as strategy {asked.strategy} fixes it"
+
+
+def _place(grid: RankGrid) -> str:
+    p, k = grid.partition_size, grid.devices_per_node
+    replicas = f"{grid.replicas} replicas" if grid.replicas > 1 else "one replica"
+    if p == 1:
+        return f"Every device holds a replica ({replicas})." if grid.replicas > 1 else "There is one device."
+    if p < k:
+        return f"{k // p} partition groups share one node, so gathers stay inside it ({replicas})."
+    if p == k:
+        return f"{p} devices fill one node, so gathers stay inside it ({replicas})."
+    stages = "in two stages, across nodes and inside them" if grid.hierarchical else "in one flat stage"
+    return f"A partition group fills {grid.nodes_per_partition} nodes, so gathers cross nodes, {stages} ({replicas})."
+
+
+def _micro_batch(asked: TrainConfig, resolved: TrainConfig, grid: RankGrid) -> list[str]:
+    if asked.micro_batch != "auto":
+        return []
+    tried = ", ".join(map(str, MICRO_BATCHES))
+    if asked.partition == "auto" and free_partition(asked.strategy):
+        inside = " while p stays inside a node" if grid.partition_size <= grid.devices_per_node else ""
+        return [f"Micro-batch {resolved.micro_batch}: the largest of {tried} that fits{inside}."]
+    return [
+        f"Micro-batch {resolved.micro_batch}: as strategy mics gets it with a free p, or less where that does not fit."
+    ]
+
+
+def _precision(asked: TrainConfig, resolved: TrainConfig, machines: Machines) -> list[str]:
+    if asked.precision == "auto":
+        has = "computes in bf16" if machines.bf16 else "has no fast bf16"
+        return [f"Precision {resolved.precision}: {machines.device} {has}."]
+    if asked.precision == "bf16" and not machines.bf16:
+        return [f"Precision bf16 as asked for, but {machines.device} has no fast bf16: expect it to be slow."]
+    return []
+
+
+def _name(train: TrainConfig) -> str:
+    return train.model if isinstance(train.model, str) else f"a model of {_count(train.shape.parameters)} parameters"
+
+
+def _limit(machines: Machines) -> str:
+    limit, whole = memory_limit_bytes(machines), machines.device_memory_bytes
+    return f"{_memory(limit)} ({MARGIN * 100:.0f} % of {_memory(whole)})"
+
+
+def _enough_nodes(machines: Machines, micro_batch: int, memory_of: MemoryOf) -> int | None:
+    limit, k = memory_limit_bytes(machines), machines.devices_per_node
+    more = range(machines.nodes + 1, MOST_NODES + 1)
+    return next((nodes for nodes in more if memory_of(nodes * k, micro_batch).total <= limit), None)
+
+
+def _memory(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"

@@ -1,0 +1,276 @@
+"""The sandbox's own process: `python -m micsctl.sandbox.server FOLDER CONFIG`.
+
+Says one line of JSON on standard output, `{"ready": true}` or the error, then leaves the terminal. Holds the folder's
+lock for life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import secrets
+import signal
+import socket
+import string
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from micsctl.errors import UsageError
+from micsctl.sandbox import state
+from micsctl.sandbox.auth import Key, Request, refusal
+from micsctl.sandbox.faults import Fault, FaultBook
+from micsctl.sandbox.hosts import HostsSettings, NodeHosts
+from micsctl.sandbox.state import SandboxFolder
+
+StartResponse = Callable[[str, list[tuple[str, str]]], Any]
+Wsgi = Callable[[dict[str, Any], StartResponse], Iterable[bytes]]
+_CONTROL = "/_sandbox/"
+_MAX_BODY_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a server is started with. `link_mbps` is already resolved; None = not shaped."""
+
+    level: str  # "netns", "process", "none"
+    link_mbps: int | None
+    links: str  # as the user asked, to see whether he now asks for something else
+    devices_per_node: int
+    device_memory_bytes: int
+    ssh_user: str
+    hidden: tuple[str, ...]  # paths that no node shall see
+    note: str  # why not the netns level, "" where it is
+
+
+class Application:
+    """Checks the signature, answers control paths, hands the rest to the emulated AWS."""
+
+    def __init__(
+        self, key: Key, faults: FaultBook, inner: Wsgi, lock: threading.RLock, about: Callable[[], Any]
+    ) -> None:
+        self._key, self._faults, self._inner, self._lock, self._about = key, faults, inner, lock, about
+
+    def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
+        length = int(environ.get("CONTENT_LENGTH") or 0)
+        if length > _MAX_BODY_BYTES:
+            return _answer(start_response, "413 Content Too Large", b"")
+        body = environ["wsgi.input"].read(length)
+        why = refusal(_request(environ, body), self._key, datetime.now(UTC))
+        if why:
+            return _refuse(environ, start_response, why)
+        if environ["PATH_INFO"].startswith(_CONTROL):
+            return self._control(
+                environ["PATH_INFO"].removeprefix(_CONTROL), environ["REQUEST_METHOD"], body, start_response
+            )
+        environ["wsgi.input"] = io.BytesIO(body)
+        with self._lock:
+            return list(self._inner(environ, start_response))
+
+    def _control(self, path: str, method: str, body: bytes, start_response: StartResponse) -> Iterable[bytes]:
+        match method, path:
+            case "GET", "about":
+                return _answer(start_response, "200 OK", json.dumps(self._about()).encode())
+            case "GET", "faults":
+                return _answer(start_response, "200 OK", json.dumps([f.as_json() for f in self._faults.all()]).encode())
+            case "POST", "faults":
+                try:
+                    self._faults.add(Fault.from_json(json.loads(body)))
+                except (ValueError, TypeError) as error:
+                    return _answer(start_response, "400 Bad Request", json.dumps(str(error)).encode())
+                return _answer(start_response, "200 OK", b"{}")
+            case "DELETE", "faults":
+                self._faults.clear()
+                return _answer(start_response, "200 OK", b"{}")
+        return _answer(start_response, "404 Not Found", b"{}")
+
+
+def _request(environ: dict[str, Any], body: bytes) -> Request:
+    headers = {name[5:].replace("_", "-").lower(): str(value) for name, value in environ.items() if name[:5] == "HTTP_"}
+    for name in ("CONTENT_TYPE", "CONTENT_LENGTH"):
+        if environ.get(name):
+            headers[name.replace("_", "-").lower()] = str(environ[name])
+    raw = str(environ.get("REQUEST_URI") or environ["PATH_INFO"])
+    path, _, query = raw.partition("?")
+    return Request(str(environ["REQUEST_METHOD"]), path, query, headers, body)
+
+
+def _answer(start_response: StartResponse, status: str, body: bytes, kind: str = "application/json") -> Iterable[bytes]:
+    start_response(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
+    return [body]
+
+
+def _refuse(environ: dict[str, Any], start_response: StartResponse, why: str) -> Iterable[bytes]:
+    """In the form that botocore reads: JSON services by their header, EC2 and the rest in XML."""
+    message = f"AWS was not able to validate the provided access credentials: {why}"
+    if "HTTP_X_AMZ_TARGET" in environ:
+        body = json.dumps({"__type": "UnrecognizedClientException", "message": message}).encode()
+        return _answer(start_response, "400 Bad Request", body, "application/x-amz-json-1.1")
+    error = f"<Error><Code>AuthFailure</Code><Message>{message}</Message></Error>"
+    if "/ec2/" in environ.get("HTTP_AUTHORIZATION", ""):
+        error = f"<Response><Errors>{error}</Errors><RequestID>sandbox</RequestID></Response>"
+    else:
+        error = f"<ErrorResponse>{error}<RequestId>sandbox</RequestId></ErrorResponse>"
+    return _answer(start_response, "401 Unauthorized", error.encode(), "text/xml")
+
+
+def _new_key() -> Key:
+    letters = string.ascii_uppercase + string.digits
+    return Key("AKIA" + "".join(secrets.choice(letters) for _ in range(16)), secrets.token_urlsafe(30))
+
+
+@dataclass(frozen=True)
+class _Started:
+    """The hosts, and at netns level where their metadata requests arrive and what tells that they all ended."""
+
+    hosts: NodeHosts
+    metadata_socket: socket.socket | None = None
+    ended: threading.Event | None = None
+
+
+def _start_hosts(config: Config, folder: SandboxFolder, metadata_url: str) -> _Started:
+    settings = HostsSettings(
+        sandbox_id=folder.id,
+        folder=folder.hosts,
+        shared_folder=folder.shared,
+        ssh_user=config.ssh_user,
+        link_mbps=config.link_mbps,
+        metadata_url=metadata_url,
+    )
+    match config.level:
+        case "netns":
+            from micsctl.sandbox.netns import NetnsHosts
+
+            hosts = NetnsHosts(settings, folder.interface, [*map(Path, config.hidden), folder.path])
+            return _Started(hosts, hosts.metadata_socket, hosts.ended)
+        case "process":
+            from micsctl.sandbox.process import ProcessHosts
+
+            return _Started(ProcessHosts(settings))
+        case _:
+            from micsctl.sandbox.fake import FakeHosts
+
+            return _Started(FakeHosts())
+
+
+def serve(folder: SandboxFolder, config: Config, ready: Callable[[], None]) -> None:
+    """Until SIGTERM. `ready` is called when the state file is written and requests are answered."""
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    from micsctl.sandbox import ec2
+    from micsctl.sandbox.imds import MetadataService
+
+    class Quiet(WSGIRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_request(self, *_: Any) -> None:
+            pass
+
+    for path in (folder.hosts, folder.shared):
+        path.mkdir(mode=0o700)
+    folder.shared.chmod(0o1777)  # as FSx: everybody's; the way to it, the sandbox's folder, is closed
+    metadata = MetadataService(lambda address, instance_id: emulator.facts(address, instance_id))
+    loopback_metadata = None
+    if config.level == "process":
+        loopback_metadata = make_server("127.0.0.1", 0, metadata, threaded=True, request_handler=Quiet)
+    metadata_url = f"http://127.0.0.1:{loopback_metadata.port}" if loopback_metadata else ""
+    started = _start_hosts(config, folder, metadata_url)
+    hosts = started.hosts
+    try:
+        faults, key = FaultBook(), _new_key()
+        emulator, inner = ec2.install(hosts, faults)
+        application = Application(
+            key,
+            faults,
+            inner,
+            emulator.lock,
+            lambda: {"resources": emulator.resources(), "live_instances": emulator.live_instances()},
+        )
+        server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Quiet)
+        servers = [server, *([loopback_metadata] if loopback_metadata else [])]
+        if started.metadata_socket:
+            descriptor = started.metadata_socket.fileno()
+            address = "169.254.169.254"
+            servers.append(make_server(address, 80, metadata, threaded=True, request_handler=Quiet, fd=descriptor))
+        stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        for one in servers:
+            threading.Thread(target=one.serve_forever, daemon=True).start()
+        state.write_state(
+            folder,
+            {
+                "pid": os.getpid(),
+                "start_ticks": state.process(os.getpid()).start_ticks,
+                "endpoint_url": f"http://127.0.0.1:{server.port}",
+                "key": asdict(key),
+                "config": asdict(config),
+                "ssh_user": hosts.ssh_user or config.ssh_user,
+                "ssh_port": hosts.ssh_port,
+                "vpc_cidr": hosts.vpc_cidr,
+                "caller_cidr": hosts.caller_cidr,
+            },
+        )
+        ready()
+        while not stop.wait(0.2):
+            if started.ended and started.ended.is_set():
+                break  # somebody killed the process that holds all nodes: nothing is left to serve
+        for one in servers:
+            one.shutdown()
+            one.server_close()
+    finally:
+        hosts.close()
+
+
+def _leave_terminal(folder: SandboxFolder) -> None:
+    """Standard output and error go to the log from now on."""
+    log = os.open(folder.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def main() -> int:
+    folder, config = SandboxFolder(Path(sys.argv[1])), Config(**json.loads(sys.argv[2]))
+    if os.fork():  # the starter waits for this one; the server itself is nobody's child
+        os._exit(0)
+    os.setsid()
+    starter = os.fdopen(os.dup(1), "w")
+
+    def say(message: dict[str, Any]) -> None:
+        if not starter.closed:
+            with contextlib.suppress(BrokenPipeError), starter:
+                starter.write(json.dumps(message) + "\n")
+
+    lock = state.acquire(folder)
+    if lock is None:
+        say({"owned": True})
+        return 0
+    state.sweep(folder)  # of a server that was killed
+    _leave_terminal(folder)
+    try:
+        serve(folder, config, lambda: say({"ready": True}))
+    except UsageError as error:
+        say({"error": {"what": error.what, "why": error.why, "next": error.next, "usage": True}})
+    except Exception as error:
+        traceback.print_exc()
+        say({"error": {"what": "the sandbox did not start", "why": f"{error}\n{_tail(folder)}".strip(), "next": ""}})
+        raise
+    finally:
+        state.remove(folder.path)
+    return 0
+
+
+def _tail(folder: SandboxFolder) -> str:
+    return "\n".join(folder.log.read_text(errors="replace").splitlines()[-5:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Run the whole trainer on one machine: `python trainer_launcher.py CONFIG NODES DEVICES DEADLINE_S NODE_ENVIRONMENTS`.
+
+Like torchrun on every node, but with one import of torch: the ranks are forked. NODE_ENVIRONMENTS is a JSON list with
+one object of extra variables per node. SIGTERM is passed on to the ranks. The last line of stdout is a JSON list of exit
+codes by rank.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+import torch._dynamo  # noqa: F401  (the first optimizer would import it, once per rank: seconds each)
+
+from mics.train import main as train
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_rank(config, deadline_s, environment):
+    signal.alarm(deadline_s)
+    os.environ.update(environment)
+    try:
+        code = train(["--config", config])
+    except SystemExit as end:
+        code = end.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main():
+    config, nodes, devices, deadline_s, node_environments = sys.argv[1:]
+    nodes, devices = int(nodes), int(devices)
+    port = free_port()
+    children = []
+    for rank in range(nodes * devices):
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % devices),
+            "WORLD_SIZE": str(nodes * devices),
+            "LOCAL_WORLD_SIZE": str(devices),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            **json.loads(node_environments)[rank // devices],
+        }
+        pid = os.fork()
+        if pid == 0:
+            try:
+                run_rank(config, int(deadline_s), environment)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+                os._exit(1)
+        children.append(pid)
+    signal.signal(signal.SIGTERM, lambda *_: [os.kill(pid, signal.SIGTERM) for pid in children])
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]))
+
+
+if __name__ == "__main__":
+    main()
