@@ -67,7 +67,8 @@ class SandboxSpec(_Strict):
     """What the emulated machines look like. Ignored by `provider: aws`."""
 
     devices_per_node: int = Field(2, ge=1, le=8)
-    device_memory: Bytes = ByteSize(54 << 20)  # in place of the type's; gpt-3m's states do not fit, half of them do
+    # in place of the type's; the default cannot hold gpt-3m's model states, but half of them
+    device_memory: Bytes = Field(ByteSize(54 << 20), ge=1)
     links: Literal["p3dn", "p4d", "measured", "none"] = "p3dn"
     link_mbps: int | None = Field(None, ge=1, le=100_000)  # in place of `links`
     level: Literal["auto", "netns", "process"] = "auto"

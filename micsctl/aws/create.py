@@ -33,5 +33,5 @@ def soon(call: Callable[[], T], *, every_seconds: float) -> T:
 
 
 def is_not_found(error: ClientError) -> bool:
-    """InvalidVpcID.NotFound, InvalidGroup.NotFound, InvalidPlacementGroup.Unknown, Gateway.NotAttached ..."""
-    return code_of(error).endswith((".NotFound", ".Unknown", ".NotAttached"))
+    """InvalidVpcID.NotFound, InvalidGroup.NotFound, InvalidPlacementGroup.Unknown, InvalidAllocationID.NotFound ..."""
+    return code_of(error).endswith((".NotFound", ".Unknown"))

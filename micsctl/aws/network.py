@@ -28,7 +28,10 @@ class Subnet:
 
 
 def find_subnet(aws: Aws, subnet_id: str) -> Subnet:
-    """A subnet that the user gave. Raises UsageError where it does not exist."""
+    """A subnet that the user gave.
+
+    Raises UsageError where it does not exist, or no Elastic IP can lead into its VPC.
+    """
     try:
         raw = aws.ec2.describe_subnets(SubnetIds=[subnet_id])["Subnets"][0]
     except ClientError as error:
@@ -37,7 +40,16 @@ def find_subnet(aws: Aws, subnet_id: str) -> Subnet:
                 f"there is no subnet {subnet_id} in {aws.settings.region}", next="set cluster.subnet in mics.yaml"
             ) from error
         raise explain(error, f"look up the subnet {subnet_id}") from error
-    return _subnet(raw)
+    subnet = _subnet(raw)
+    attached = [{"Name": "attachment.vpc-id", "Values": [subnet.vpc_id]}]
+    with explained(f"look for the internet gateway of {subnet.vpc_id}"):
+        if not aws.ec2.describe_internet_gateways(Filters=attached)["InternetGateways"]:
+            raise UsageError(
+                f"the subnet {subnet_id} cannot be reached from here",
+                f"its VPC {subnet.vpc_id} has no internet gateway, so the head node's Elastic IP would lead nowhere",
+                next="attach one and route 0.0.0.0/0 to it, or drop cluster.subnet from mics.yaml",
+            )
+    return subnet
 
 
 def ensure_vpc(aws: Aws, cluster: str, intend: Intend) -> str:

@@ -23,7 +23,7 @@ def try_remove(aws: Aws, resource: Resource) -> bool:
     except ClientError as error:
         if code_of(error) == "DependencyViolation" or code_of(error).endswith("InUse"):
             return False
-        if not is_not_found(error):
+        if not is_not_found(error) and code_of(error) != "Gateway.NotAttached":
             raise explain(error, f"delete the {resource.kind} {resource.id}") from error
     return True
 

@@ -14,7 +14,7 @@ from micsctl.cli.session import Session
 from micsctl.errors import ExitCode, UsageError
 from micsctl.report import clusters as shown
 
-NodeIndex = Annotated[int, typer.Option("--node", help="Number of the node; 0 is the head.", min=0)]
+NodeIndex = Annotated[int, typer.Argument(help="Number of the node; 0 is the head.", min=0)]
 
 
 def up(

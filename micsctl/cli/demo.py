@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -54,7 +56,7 @@ def demo(
     session = DemoSession(options, render, Home(Home.find().folder / "demo"))
     _writable(output)
     started = time.monotonic()
-    with _everything_ends(session):
+    with _alone(session.home), _everything_ends(session):
         stage, zero3, mics = _train_both(session)
         comparison = demo_report.table(stage, zero3, mics)
         render.table(comparison)
@@ -98,8 +100,11 @@ def _train_both(session: DemoSession) -> tuple[demo_report.Stage, Curve, Curve]:
             devices=topology.devices_per_node,
             partition_size=chosen,
         )
+        render.note(f"\nZeRO-3: every step gathers over all {stage.nodes * stage.devices} devices")
         zero3 = _run(session, hosts, topology, "zero3")
+        render.note(f"\nMiCS: the same model in partition groups of {chosen}; one rank will be killed")
         mics = _run_with_a_crash(session, hosts, topology)
+        render.note("")
     return stage, zero3, mics
 
 
@@ -153,7 +158,7 @@ class Killer(RunView):
         if line["step"] < _KILL_AFTER_STEP or self.has_struck:
             return
         self.has_struck = True
-        host = self._hosts[_KILLED_RANK // self._config.devices_per_node]
+        host = next(host for host in self._hosts if host.index == self._config.node_of(_KILLED_RANK))
         self.output(f"killing rank {_KILLED_RANK} on {host.name}")
         of_the_run = f"grep -lz '^MICS_RUN_ID={self._config.run_id}$' /proc/[0-9]*/environ 2>/dev/null"
         host.run(f"kill -9 $(grep -lz '^RANK={_KILLED_RANK}$' $({of_the_run}) 2>/dev/null | cut -d/ -f3)")
@@ -213,9 +218,22 @@ def _everything_ends(session: DemoSession) -> Iterator[None]:
         try:
             with session.render.phase("sandbox stop"):
                 control.stop(session.home)
+            shutil.rmtree(session.home.folder, ignore_errors=True)
         finally:
             signal.signal(signal.SIGINT, patient)
             signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _alone(home: Home) -> Iterator[None]:
+    """Raises UsageError where another demo of this user runs: both would bring up the same cluster."""
+    home.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with home.folder.with_name("demo.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError("another demo is running", f"it holds {lock.name}", next="wait, or end it") from None
+        yield
 
 
 def _writable(folder: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from micsctl.errors import Interrupted
+
 
 @dataclass(frozen=True)
 class Options:
@@ -52,7 +54,10 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
         options = Options(**{p.name: values.pop(p.name) for p in common})
-        command(options, **values)
+        try:
+            command(options, **values)
+        except KeyboardInterrupt:  # here, since Typer would make exit code 1 of it
+            raise Interrupted("stopped by Ctrl-C") from None
 
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + common
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Typer reads

@@ -139,8 +139,8 @@ def _offer(aws: Aws, spec: Spec, type: InstanceType, subnet: Subnet | None) -> O
 
 
 def _network(aws: Aws, name: str, subnet: Subnet | None, journal: Journal) -> Network:
+    caller = find_caller_cidr(aws.settings)  # may fail, so before anything is made
     vpc_id = subnet.vpc_id if subnet else ensure_vpc(aws, name, journal.intend)
-    caller = find_caller_cidr(aws.settings)
     return Network(vpc_id, subnet, ensure_security_group(aws, name, vpc_id, caller, journal.intend))
 
 

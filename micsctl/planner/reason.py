@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from mics.config import TrainConfig
@@ -134,9 +135,11 @@ def _limit(machines: Machines) -> str:
 
 
 def _enough_nodes(machines: Machines, micro_batch: int, memory_of: MemoryOf) -> int | None:
+    """The fewest nodes for which p = n fits; memory falls with p, so they are found by halving. None: too few."""
     limit, k = memory_limit_bytes(machines), machines.devices_per_node
     more = range(machines.nodes + 1, MOST_NODES + 1)
-    return next((nodes for nodes in more if memory_of(nodes * k, micro_batch).total <= limit), None)
+    fewest = bisect_left(more, True, key=lambda nodes: memory_of(nodes * k, micro_batch).total <= limit)
+    return more[fewest] if fewest < len(more) else None
 
 
 def _memory(size: float) -> str:

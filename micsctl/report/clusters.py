@@ -92,7 +92,9 @@ def topology(found: Topology) -> tuple[Table, Table]:
     """Nodes with their devices, and how the devices are linked."""
     rows = tuple(_node_row(rank, node) for rank, node in enumerate(found.nodes))
     columns = ("order", "node", "instance", "address", "interface", "devices", "EFA", "clock", "torch", "switches")
-    machines = Table("nodes, in the order in which ranks are given out", columns, rows, frozenset({"EFA", "clock"}))
+    caption = "switches: the last four characters of each network node, coarsest first (--json has them whole)"
+    right = frozenset({"EFA", "clock"})
+    machines = Table("nodes, in the order in which ranks are given out", columns, rows, right, caption)
     return machines, _link_table(found.nodes[0])
 
 
@@ -108,7 +110,7 @@ def _node_row(rank: int, node: NodeFacts) -> tuple[str, ...]:
         str(len(node.efa_devices)),
         f"{node.clock_offset_seconds * 1000:+.0f} ms",
         node.versions.get("torch", "-"),
-        " > ".join(node.network_nodes) or "-",
+        " > ".join(switch[-4:] for switch in node.network_nodes) or "-",
     )
 
 

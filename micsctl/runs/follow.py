@@ -16,8 +16,8 @@ from micsctl.runs.model import CONFIG_EXIT_CODE, SAVED_EXIT_CODE, Failure
 from micsctl.runs.state import first_failure
 from micsctl.runs.stop import stop
 
-# Metrics lines are marked `M `, rank 0's own output `0 `. `tail --pid` ends with the launcher; -F, since the trainer puts a
-# fresh metrics.jsonl in the place of an old one.
+# Metrics lines are marked `M `, rank 0's own output `0 `. `tail --pid` ends with the launcher; -F, since the trainer
+# puts a fresh metrics.jsonl in the place of an old one.
 _FOLLOW = r"""
 cd .micsctl/runs/{run_id} || exit 1
 pid=$(cat pid)

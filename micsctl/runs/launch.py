@@ -34,6 +34,7 @@ def configure(plan: Plan, topology: Topology, run_id: str, *, resume_from: str |
         train=plan.train,
         nodes=len(topology.nodes),
         devices_per_node=topology.devices_per_node,
+        node_order=tuple(node.index for node in topology.nodes),
         # counters can be read where each node has an interface of its own, with one name everywhere
         interface=None if shared_loopback or len(interfaces) > 1 else interfaces.pop(),
         resume_from=resume_from,

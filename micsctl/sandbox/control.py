@@ -33,6 +33,7 @@ DEFAULT_REGION = "us-east-1"
 _LINK_MBPS = {"p3dn": 400, "p4d": 800, "none": None}
 _READY_SECONDS = 60.0  # about one second on an idle machine
 _STOP_SECONDS = 20.0
+_ENDING_SECONDS = 5.0  # between a server's last answer and the release of its lock
 _POLL_SECONDS = 0.2
 _PROGRAMS = {  # program -> the Debian package that has it
     "netns": {
@@ -99,7 +100,7 @@ def stop(home: Home) -> Leftovers:
     resources: tuple[str, ...] = ()
     if state.is_owned(folder):
         running = _wait_for_state(folder)
-        resources = _resources(running)
+        resources = _resources(folder, running)
         _end(folder, int(running["pid"]), int(running["start_ticks"]))
     if folder.path.exists() and (lock := state.acquire(folder)) is not None:
         state.sweep(folder)
@@ -112,7 +113,7 @@ def leftovers(home: Home) -> Leftovers:
     """Everything of the sandbox that exists right now, a running server included."""
     folder = _folder(home)
     running = state.read_state(folder) if state.is_owned(folder) else None
-    return state.leftovers(folder, _resources(running) if running else ())
+    return state.leftovers(folder, _resources(folder, running) if running else ())
 
 
 def inject(home: Home, *added: Fault) -> None:
@@ -306,8 +307,17 @@ def _info(folder: SandboxFolder, running: dict[str, Any]) -> SandboxInfo:
     )
 
 
-def _resources(running: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(_ask(running, "GET", "about")["resources"])
+def _resources(folder: SandboxFolder, running: dict[str, Any]) -> tuple[str, ...]:
+    """What is left in the emulator; nothing where it ends at this moment; "unknown" where it hangs."""
+    try:
+        return tuple(_ask(running, "GET", "about")["resources"])
+    except MicsctlError as error:
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while time.monotonic() < deadline:
+            if not state.is_owned(folder):
+                return ()
+            time.sleep(0.02)
+        return (f"unknown: {error.what}",)
 
 
 def _ask(running: dict[str, Any], method: str, path: str, data: Any = None) -> Any:

@@ -114,11 +114,8 @@ class NetnsHosts:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if hasattr(self, "metadata_socket"):
-            self.metadata_socket.close()  # it keeps noded's network namespace, and so the interface, alive
-        deadline = time.monotonic() + _END_SECONDS
-        while Path("/sys/class/net", self._interface).exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        # it goes by itself with noded's network namespace, but that lives as long as the metadata service's socket
+        subprocess.run(["ip", "link", "delete", self._interface], check=False, capture_output=True)
         self._claim.close()
 
     def _start_noded(self, hidden: Iterable[Path]) -> tuple[subprocess.Popen[bytes], socket.socket]:

@@ -168,10 +168,11 @@ def serve(folder: SandboxFolder, config: Config, ready: Callable[[], None]) -> N
     from micsctl.sandbox.imds import MetadataService
 
     class Quiet(WSGIRequestHandler):
-        protocol_version = "HTTP/1.1"
-
         def log_request(self, *_: Any) -> None:
             pass
+
+    class KeepAlive(Quiet):
+        protocol_version = "HTTP/1.1"
 
     for path in (folder.hosts, folder.shared):
         path.mkdir(mode=0o700)
@@ -193,7 +194,7 @@ def serve(folder: SandboxFolder, config: Config, ready: Callable[[], None]) -> N
             emulator.lock,
             lambda: {"resources": emulator.resources(), "live_instances": emulator.live_instances()},
         )
-        server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Quiet)
+        server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=KeepAlive)
         servers = [server, *([loopback_metadata] if loopback_metadata else [])]
         if started.metadata_socket:
             descriptor = started.metadata_socket.fileno()
@@ -222,9 +223,6 @@ def serve(folder: SandboxFolder, config: Config, ready: Callable[[], None]) -> N
         while not stop.wait(0.2):
             if started.ended and started.ended.is_set():
                 break  # somebody killed the process that holds all nodes: nothing is left to serve
-        for one in servers:
-            one.shutdown()
-            one.server_close()
     finally:
         hosts.close()
 

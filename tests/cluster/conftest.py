@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -11,11 +12,31 @@ from typing import Any
 
 import pytest
 
+from micsctl.aws.inventory import resources
 from micsctl.aws.session import Aws, connect
 from micsctl.aws.settings import AwsSettings
+from micsctl.cluster.down import Down, down
 from micsctl.cluster.model import Cluster
+from micsctl.cluster.up import up
 from micsctl.home import ClusterFiles
 from micsctl.remote.host import Host, Result
+from micsctl.spec import parse
+
+
+@dataclass
+class Recorder:
+    """Progress that remembers."""
+
+    phases: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.phases.append(name)
+        yield
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 class Emulator:
@@ -46,7 +67,7 @@ class Emulator:
 
 
 @pytest.fixture(scope="session")
-def _emulator() -> Iterator[Emulator]:
+def emulator_process() -> Iterator[Emulator]:
     script = Path(__file__).with_name("emulator.py")
     process = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -57,21 +78,12 @@ def _emulator() -> Iterator[Emulator]:
         process.wait()
 
 
-@pytest.fixture
-def emulator(_emulator: Emulator) -> Iterator[Emulator]:
-    """No faults, nothing left of the test before."""
-    _emulator.clear()
-    assert _emulator.resources() == []
-    yield _emulator
-    _emulator.clear()
-
-
-@pytest.fixture
-def aws(emulator: Emulator) -> Aws:
+@pytest.fixture(scope="session")
+def emulated_aws(emulator_process: Emulator) -> Aws:
     return connect(
         AwsSettings(
             region="us-east-1",
-            endpoint_url=emulator.endpoint,
+            endpoint_url=emulator_process.endpoint,
             access_key="testing",
             secret_key="testing",
             poll_seconds=0.02,
@@ -81,24 +93,23 @@ def aws(emulator: Emulator) -> Aws:
 
 
 @pytest.fixture
+def aws(emulated_aws: Aws) -> Aws:
+    return emulated_aws
+
+
+@pytest.fixture
+def emulator(emulator_process: Emulator, aws: Aws, tmp_path: Path) -> Iterator[Emulator]:
+    """No faults, and nothing left by a test that failed before."""
+    emulator_process.clear()
+    if emulator_process.resources():
+        down(aws, "demo", ClusterFiles(tmp_path / "none"), report=Recorder())
+    yield emulator_process
+    emulator_process.clear()
+
+
+@pytest.fixture
 def files(tmp_path: Path) -> ClusterFiles:
     return ClusterFiles(tmp_path / "clusters" / "demo")
-
-
-@dataclass
-class Recorder:
-    """Progress that remembers."""
-
-    phases: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self.phases.append(name)
-        yield
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 @pytest.fixture
@@ -164,3 +175,26 @@ def open_hosts_with() -> Callable[[dict[int, dict[str, Any]]], OpenHosts]:
 @pytest.fixture
 def open_hosts(open_hosts_with: Callable[[dict[int, dict[str, Any]]], OpenHosts]) -> OpenHosts:
     return open_hosts_with({})
+
+
+@pytest.fixture
+def bring_up(aws: Aws, files: ClusterFiles, report: Recorder, open_hosts: OpenHosts) -> Callable[..., Cluster]:
+    """`up` of two nodes, or of `cluster` (a flow mapping for mics.yaml)."""
+
+    def call(cluster: str = "{nodes: 2}", **more: Any) -> Cluster:
+        spec = parse(f"{{name: demo, provider: sandbox, cluster: {cluster}}}")
+        defaults = {"aws": aws, "files": files, "report": report, "open_hosts": open_hosts}
+        return up(spec=spec, **(defaults | more))
+
+    return call
+
+
+@pytest.fixture
+def bring_down(aws: Aws, files: ClusterFiles, report: Recorder) -> Callable[..., Down]:
+    return lambda **more: down(aws, "demo", files, report=report, **more)
+
+
+@pytest.fixture
+def kinds(aws: Aws) -> Callable[[], dict[str, int]]:
+    """How many resources of each kind carry the cluster's tag."""
+    return lambda: dict(Counter(resource.kind for resource in resources(aws, "demo")))

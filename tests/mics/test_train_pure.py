@@ -23,7 +23,9 @@ from torch.nn import functional
 
 
 def tiny_model(seed=0, **shape):
-    model = build_on_meta(ModelShape(**{"hidden": 12, "layers": 2, "heads": 3, "positions": 16, **shape}), torch.float64)
+    model = build_on_meta(
+        ModelShape(**{"hidden": 12, "layers": 2, "heads": 3, "positions": 16, **shape}), torch.float64
+    )
     materialise(model, model.fill, seed=seed, device=torch.device("cpu"))
     return model
 
@@ -156,9 +158,9 @@ def test_the_formula_knows_the_precision(tiny_run):
 
 
 TABLE = """Inter-|   Receive                                                |  Transmit
- face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed
-    lo: 1234567    1200    0    0    0     0          0         0  1234567    1200    0    0    0     0       0          0
-  ens5:98765432   88888    0    0    0     0          0         0 55555555   44444    0    0    0     0       0          0
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier
+    lo: 1234567    1200    0    0    0     0          0         0  1234567    1200    0    0    0     0       0
+  ens5:98765432   88888    0    0    0     0          0         0 55555555   44444    0    0    0     0       0
 """
 
 

@@ -1,8 +1,8 @@
 """Run the whole trainer on one machine: `python trainer_launcher.py CONFIG NODES DEVICES DEADLINE_S NODE_ENVIRONMENTS`.
 
 Like torchrun on every node, but with one import of torch: the ranks are forked. NODE_ENVIRONMENTS is a JSON list with
-one object of extra variables per node. SIGTERM is passed on to the ranks. The last line of stdout is a JSON list of exit
-codes by rank.
+one object of extra variables per node. SIGTERM is passed on to the ranks. The last line of stdout is a JSON list of
+exit codes by rank.
 """
 
 import json
@@ -12,7 +12,6 @@ import socket
 import sys
 
 import torch._dynamo  # noqa: F401  (the first optimizer would import it, once per rank: seconds each)
-
 from mics.train import main as train
 
 
@@ -53,7 +52,7 @@ def main():
         if pid == 0:
             try:
                 run_rank(config, int(deadline_s), environment)
-            except BaseException:
+            finally:  # not reached without an exception
                 sys.excepthook(*sys.exc_info())
                 os._exit(1)
         children.append(pid)

@@ -18,6 +18,7 @@ from micsctl.cluster.model import Cluster, Node
 from micsctl.errors import UsageError
 from micsctl.home import ClusterFiles
 from micsctl.remote import copy, fanout
+from micsctl.remote.channel import execute
 from micsctl.remote.host import Host, HostError, HostKeyError, LoginError
 from micsctl.remote.hostkeys import HostKey
 from micsctl.remote.ssh import is_transient, open_host, open_hosts, ssh_command, try_connect
@@ -357,6 +358,19 @@ def test_write_and_read(behind: Host, chained: Fleet) -> None:
     behind.write(str(path), "")
     assert behind.read(str(path)) == ""
     assert behind.read("runs/none") is None
+
+
+def test_a_write_that_is_cut_changes_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken connection looks like the end of the file to the node."""
+    host.write("whole", "old")
+
+    def cut(channel, command, *, stdin=(), **rest):
+        return execute(channel, command, stdin=[b"".join(stdin)[:2]], **rest)
+
+    monkeypatch.setattr("micsctl.remote.ssh.execute", cut)
+    with pytest.raises(HostError):
+        host.write("whole", "new")
+    assert host.read("whole") == "old"
 
 
 def test_what_cannot_be_written_or_read(host: Host, direct: Fleet) -> None:

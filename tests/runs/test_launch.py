@@ -22,7 +22,8 @@ from micsctl.runs import code
 from micsctl.runs.environment import environment
 from micsctl.runs.follow import follow, how_it_ended
 from micsctl.runs.launch import configure, start, start_script
-from micsctl.runs.model import Failure, Status, checked_run_id, new_run_id
+from micsctl.runs.logs import rank_log
+from micsctl.runs.model import Failure, Run, Status, checked_run_id, new_run_id
 from micsctl.runs.state import first_failure, list_runs
 from micsctl.runs.stop import stop
 from micsctl.topology.model import Topology
@@ -172,6 +173,17 @@ def test_a_port_in_use_is_named(hosts: Hosts, topology: Topology) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"port {port} is in use on node 0"):
             start(hosts, topology, config_of(topology), master_port=port)
+
+
+def test_the_log_of_a_rank_is_on_the_node_that_has_it(hosts: Hosts, topology: Topology) -> None:
+    """Ranks are given out in the order of the topology, which need not be the order of the nodes."""
+    for host, local in ((hosts[0], 0), (hosts[1], 0)):
+        host.write(f".micsctl/runs/0101-000000-mics-aaaa/ranks/x/attempt_0/{local}/stdout.log", f"on {host.index}\n")
+    config = replace(config_of(topology), node_order=(1, 0))
+    lines: list[str] = []
+    rank_log(hosts, Run(config.run_id, config, (), None, None), 2, lines.append)
+    assert lines == ["on 0"]
+    assert RunConfig.from_json(config.to_json()) == config
 
 
 def test_code_is_shipped_once(hosts: Hosts) -> None:

@@ -90,7 +90,9 @@ def wipe(ec2: Any) -> None:
         ec2.delete_key_pair(KeyName=pair["KeyName"])
     for vpc in ec2.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["false"]}])["Vpcs"]:
         of_vpc = [{"Name": "vpc-id", "Values": [vpc["VpcId"]]}]
-        groups = [g for g in ec2.describe_security_groups(Filters=of_vpc)["SecurityGroups"] if g["GroupName"] != "default"]
+        groups = [
+            g for g in ec2.describe_security_groups(Filters=of_vpc)["SecurityGroups"] if g["GroupName"] != "default"
+        ]
         for group in groups:
             for rule in group["IpPermissions"]:
                 ec2.revoke_security_group_ingress(GroupId=group["GroupId"], IpPermissions=[rule])
@@ -176,9 +178,14 @@ def test_launch_keeps_everything(ec2: Any, image: str) -> None:
             InstanceId=instance["InstanceId"], Attribute="instanceInitiatedShutdownBehavior"
         )
         assert behaviour["InstanceInitiatedShutdownBehavior"]["Value"] == "terminate"
-        assert not [n for n in instance["NetworkInterfaces"] if n["InterfaceType"] == "efa-only" and "PrivateIpAddress" in n]
+        assert not [
+            n for n in instance["NetworkInterfaces"] if n["InterfaceType"] == "efa-only" and "PrivateIpAddress" in n
+        ]
     addresses = [
-        a["PrivateIpAddress"] for i in instances for n in i["NetworkInterfaces"] for a in n.get("PrivateIpAddresses", [])
+        a["PrivateIpAddress"]
+        for i in instances
+        for n in i["NetworkInterfaces"]
+        for a in n.get("PrivateIpAddresses", [])
     ]
     assert len(addresses) == len(set(addresses)) == 3 * 3
     tagged = [{"Name": "tag:micsctl:cluster", "Values": ["demo"]}]
@@ -261,7 +268,13 @@ def test_a_zone_that_does_not_offer_the_type(ec2: Any, image: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "cards", "efa"),
-    [("p3dn.24xlarge", 1, 1), ("p4d.24xlarge", 4, 4), ("p4de.24xlarge", 4, 4), ("p5.48xlarge", 32, 32), ("g5.48xlarge", 1, 1)],
+    [
+        ("p3dn.24xlarge", 1, 1),
+        ("p4d.24xlarge", 4, 4),
+        ("p4de.24xlarge", 4, 4),
+        ("p5.48xlarge", 32, 32),
+        ("g5.48xlarge", 1, 1),
+    ],
 )
 def test_instance_types_carry_their_network(ec2: Any, name: str, cards: int, efa: int) -> None:
     found = ec2.describe_instance_types(InstanceTypes=[name])["InstanceTypes"][0]
@@ -278,7 +291,12 @@ def test_placement_groups(ec2: Any, image: str) -> None:
     assert re.fullmatch(r"pg-[0-9a-f]{17}", made["GroupId"])
     assert refused(ec2.create_placement_group, GroupName="pg") == ("InvalidPlacementGroup.Duplicate", 400)
     ec2.create_tags(Resources=[made["GroupId"]], Tags=[{"Key": "more", "Value": "1"}])
-    for name, value in (("tag:micsctl:cluster", "demo"), ("tag-key", "more"), ("strategy", "cluster"), ("group-name", "p*")):
+    for name, value in (
+        ("tag:micsctl:cluster", "demo"),
+        ("tag-key", "more"),
+        ("strategy", "cluster"),
+        ("group-name", "p*"),
+    ):
         assert ec2.describe_placement_groups(Filters=[{"Name": name, "Values": [value]}])["PlacementGroups"]
     assert not ec2.describe_placement_groups(Filters=[{"Name": "tag:more", "Values": ["2"]}])["PlacementGroups"]
     assert refused(ec2.describe_placement_groups, GroupNames=["other"])[0] == "InvalidPlacementGroup.Unknown"
@@ -357,9 +375,13 @@ def test_elastic_ips(ec2: Any, image: str) -> None:
 
 
 def test_one_interface_gets_a_public_address_by_itself(ec2: Any, image: str) -> None:
-    [one] = ec2.run_instances(ImageId=image, InstanceType="p3dn.24xlarge", MinCount=1, MaxCount=1, Placement={"AvailabilityZone": "us-east-1c"})[
-        "Instances"
-    ]
+    [one] = ec2.run_instances(
+        ImageId=image,
+        InstanceType="p3dn.24xlarge",
+        MinCount=1,
+        MaxCount=1,
+        Placement={"AvailabilityZone": "us-east-1c"},
+    )["Instances"]
     wait_running(ec2, [one["InstanceId"]])
     assert describe(ec2, [one["InstanceId"]])[0]["PublicIpAddress"].startswith("198.18.")
 
@@ -376,7 +398,9 @@ def test_topology_has_three_layers_and_pages(ec2: Any, image: str) -> None:
     assert layers[0][2] == layers[2][2] != layers[1][2] == layers[3][2]
     assert {row["GroupName"] for row in rows.values()} == {"pg"}
     assert {row["ZoneId"] for row in rows.values()} != {""}
-    pages = ec2.get_paginator("describe_instance_topology").paginate(GroupNames=["pg"], PaginationConfig={"PageSize": 3})
+    pages = ec2.get_paginator("describe_instance_topology").paginate(
+        GroupNames=["pg"], PaginationConfig={"PageSize": 3}
+    )
     assert [len(page["Instances"]) for page in pages] == [3, 1]
     both = refused(ec2.describe_instance_topology, InstanceIds=ids, MaxResults=1)
     assert both[0] == "InvalidParameterCombination"
@@ -400,6 +424,7 @@ def test_what_is_not_modelled_says_so(ec2: Any, image: str) -> None:
     assert refused(ec2.describe_capacity_block_offerings, CapacityDurationHours=24) == ("UnsupportedOperation", 400)
     unknown_filter = [{"Name": "nonsense", "Values": ["1"]}]
     assert refused(ec2.describe_instances, Filters=unknown_filter) == ("UnsupportedOperation", 400)
+    ec2.create_placement_group(GroupName="pg")
     assert refused(ec2.describe_placement_groups, Filters=unknown_filter)[0] == "InvalidParameterValue"
 
 
@@ -440,7 +465,9 @@ def test_only_the_key_opens(hostless: Sandbox, client: Callable[..., Any]) -> No
         good = client(hostless[1], service)
         for changed in ({"access_key": "AKIA0000000000000000"}, {"secret_key": "wrong"}):
             bad = client(
-                control.SandboxInfo(**{**vars(hostless[1]), "settings": type(settings)(**{**vars(settings), **changed})}),
+                control.SandboxInfo(
+                    **{**vars(hostless[1]), "settings": type(settings)(**{**vars(settings), **changed})}
+                ),
                 service,
             )
             assert refused(getattr(bad, call), **arguments)[0] in ("AuthFailure", "UnrecognizedClientException")

@@ -133,8 +133,8 @@ def test_07_exec_and_ssh_reach_every_node(laptop: Laptop) -> None:
     out = laptop("exec", "echo", "hello").stdout.splitlines()
     assert sorted(out) == ["0: hello", "1: hello"]
     assert laptop("exec", "false", code=8)
-    assert laptop("ssh", "--node", "1", "--", "echo", "from", "one").stdout.strip() == "from one"
-    assert "no node 7" in laptop("ssh", "--node", "7", code=2).stderr
+    assert laptop("ssh", "1", "--", "echo", "from", "one").stdout.strip() == "from one"
+    assert "no node 7" in laptop("ssh", "7", code=2).stderr
 
 
 def test_08_a_changed_host_key_is_refused(laptop: Laptop) -> None:

@@ -98,6 +98,9 @@ class RunConfig:
     train: TrainConfig
     nodes: int
     devices_per_node: int
+    node_order: tuple[
+        int, ...
+    ] = ()  # cluster index of the node that gets ranks 0..k-1, of the next, ...; () = as they are
     interface: str | None = None  # network interface whose counters give the traffic; None = count in the communicators
     resume_from: str | None = None  # folder of one whole checkpoint
     sync_token: str = ""  # what rank 0 writes below checkpoint.path and every node must read
@@ -138,6 +141,11 @@ class RunConfig:
             hierarchical=t.hierarchical,
         )
 
+    def node_of(self, rank: int) -> int:
+        """Cluster index of the node that has this rank."""
+        place = rank // self.devices_per_node
+        return self.node_order[place] if self.node_order else place
+
     @property
     def checkpoint_folder(self) -> str:
         """Checkpoints of this run: one folder per step below it."""
@@ -156,6 +164,7 @@ class RunConfig:
         train["checkpoint"] = _build(CheckpointConfig, train.get("checkpoint", {}), "train.checkpoint")
         if isinstance(train.get("data"), list):
             train["data"] = tuple(train["data"])
+        raw["node_order"] = tuple(raw.get("node_order", ()))
         return _build(cls, {**raw, "train": _build(TrainConfig, train, "train")}, "run.json")
 
     @classmethod
@@ -170,7 +179,8 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 
 def _build(cls: type[T], values: Any, where: str) -> T:
-    unknown = sorted(set(_object(values, where)) - {f.name for f in fields(cls)})  # type: ignore[arg-type]  # every cls is a dataclass
+    values = _object(values, where)
+    unknown = sorted(set(values) - {f.name for f in fields(cls)})  # type: ignore[arg-type]  # every cls is a dataclass
     if unknown:
         raise ValueError(f"{where}: unknown key {unknown[0]!r}")
     try:

@@ -1,0 +1,5 @@
+"""`python -m micsctl` is `micsctl`."""
+
+from micsctl.cli.app import main
+
+main()

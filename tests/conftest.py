@@ -1,0 +1,8 @@
+"""Settings of every property test: a busy machine is no failure."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("micsctl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("micsctl")
