@@ -103,8 +103,10 @@ def load(path: Path) -> Spec:
 def parse(text: str, origin: str = FILE_NAME) -> Spec:
     """Parse the text of mics.yaml; `origin` names it in errors."""
     try:
-        _check_plain(YAML(typ="rt").compose(text), origin)
-        data: Any = YAML(typ="rt").load(text)
+        reader = YAML(typ="rt")
+        reader.composer.warn_double_anchors = False  # no anchor is taken at all
+        _check_plain(reader.compose(text), origin)
+        data: Any = reader.load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""

@@ -26,9 +26,10 @@ def losses(curves: Sequence[Curve]) -> str:
         if curve.resumed_step:
             axes.axvline(curve.resumed_step - 0.5, color="#888888", linewidth=1, linestyle=":")
             axes.annotate(
-                "rank killed, resumed here", (curve.resumed_step - 0.5, max(curve.losses)), xytext=(4, -8),
+                "gone on from here after the kill", (curve.resumed_step - 0.5, max(curve.losses)), xytext=(4, -8),
                 textcoords="offset points", fontsize=9, color="#666666",
             )  # fmt: skip
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per byte)")
     axes.legend(frameon=False)
@@ -64,6 +65,6 @@ def _figure(width: float, height: float) -> tuple[Figure, Any]:
 
 def _svg(figure: Figure) -> str:
     stream = io.StringIO()
-    figure.savefig(stream, format="svg", metadata={"Date": None})
+    figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     text = stream.getvalue()
     return text[text.index("<svg") :]

@@ -676,6 +676,10 @@ class SandboxResponse(MotoResponse):  # type: ignore[misc]
         ]
         return ActionResult({"TerminatingInstances": states})
 
+    def create_tags(self) -> Any:
+        self.backend.check_instances_visible(self._get_param("Resources", []))
+        return super().create_tags()
+
     def start_instances(self) -> Any:
         raise NotImplementedError("StartInstances")
 

@@ -35,6 +35,7 @@ set -e
 ip link add name va type veth peer name vb
 ip link add name br0 type bridge
 ip rule add iif vb lookup 100
+tc qdisc add dev va root tbf rate 100mbit burst 64k latency 50ms
 mount -t tmpfs t /mnt
 mkdir /mnt/l /mnt/u /mnt/w /mnt/m
 mount -t overlay o -o lowerdir=/mnt/l:/,upperdir=/mnt/u,workdir=/mnt/w /mnt/m

@@ -24,6 +24,7 @@ from typing import Any
 MARK = "MICSCTL_SANDBOX"  # environment variable that every process of a sandbox carries
 ROOT_MARK = "etc/micsctl-sandbox"  # file in the root of every node of the netns level
 _SWEEP_SECONDS = 10.0
+_PROGRAMS = (b"micsctl.sandbox.", b"userd.py", b"sshd")  # somebody's `tail server.log` is none of ours
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,10 @@ def processes(folder: SandboxFolder) -> list[Process]:
     ours = _root_of(os.getpid())
     found = []
     for pid in _pids():
+        command = _read(pid, "cmdline").replace(b"\0", b"/")
         marked = (
             mark in _read(pid, "environ").split(b"\0")
-            or path in _read(pid, "cmdline").replace(b"\0", b"/")
+            or (path in command and any(program in command for program in _PROGRAMS))
             or (_root_of(pid) != ours and _root_mark(pid) == folder.id)
         )
         if marked and pid != os.getpid():

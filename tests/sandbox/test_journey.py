@@ -87,11 +87,13 @@ def test_03_up_twice_makes_one_cluster(laptop: Laptop) -> None:
     assert [node["state"] for node in first["nodes"]] == ["running", "running"]
     again = laptop.json("up")
     assert [n["instance_id"] for n in again["nodes"]] == [n["instance_id"] for n in first["nodes"]]
-    assert laptop.json("status")["nodes"] == first["nodes"]
+    assert laptop.json("status")["cluster"]["nodes"] == first["nodes"]
 
 
 def test_04_topology_describes_every_node(laptop: Laptop) -> None:
-    found = laptop.json("topology")
+    answer = laptop.json("topology")
+    found = answer["topology"]
+    assert [f for f in answer["findings"] if f["level"] == "error"] == []
     assert [len(node["devices"]) for node in found["nodes"]] == [2, 2]
     assert all(node["versions"]["torch"].startswith("2.13.0") for node in found["nodes"])
     assert {node["interface"] for node in found["nodes"]} == ({"eth0"} if laptop.level == "netns" else {"lo"})
