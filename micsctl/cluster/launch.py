@@ -68,11 +68,11 @@ class Attempt:
 
 
 class NodesEnded(MicsctlError):
-    """Nodes ended while they started. `code` is AWS's reason for the first of them."""
+    """Nodes ended while the cluster came up. `code` is AWS's reason for the first of them."""
 
     def __init__(self, ended: Sequence[Instance]) -> None:
         super().__init__(
-            f"{len(ended)} nodes ended while they started",
+            f"{', '.join(instance.name for instance in ended)} ended while the cluster came up",
             "\n".join(f"{instance.name}: {instance.reason or instance.state}" for instance in ended),
         )
         # "Server.InsufficientInstanceCapacity: Insufficient capacity to satisfy instance request"

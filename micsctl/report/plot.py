@@ -12,6 +12,7 @@ from micsctl.report.curve import Curve
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_PAPER = "#fdfcf9"  # as the page of templates/report.html.j2
 _COLOURS = ("#b3541e", "#1f5f8b", "#4f7942", "#6b4c8a")
 
 
@@ -59,12 +60,13 @@ def _figure(width: float, height: float) -> tuple[Figure, Any]:
         raise UsageError("plots need matplotlib", "it is not installed", next="pip install 'micsctl[report]'") from None
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
+    axes.set_facecolor(_PAPER)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
 def _svg(figure: Figure) -> str:
     stream = io.StringIO()
-    figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    figure.savefig(stream, format="svg", facecolor=_PAPER, metadata={"Date": None})
     text = stream.getvalue()
     return text[text.index("<svg") :]

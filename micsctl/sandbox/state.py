@@ -24,6 +24,7 @@ from typing import Any
 MARK = "MICSCTL_SANDBOX"  # environment variable that every process of a sandbox carries
 ROOT_MARK = "etc/micsctl-sandbox"  # file in the root of every node of the netns level
 _SWEEP_SECONDS = 10.0
+_SERVER = b"micsctl.sandbox.server\0"
 _PROGRAMS = (b"micsctl.sandbox.", b"userd.py", b"sshd")  # somebody's `tail server.log` is none of ours
 
 
@@ -188,7 +189,11 @@ def leftovers(folder: SandboxFolder, resources: tuple[str, ...] = ()) -> Leftove
 def sweep(folder: SandboxFolder) -> None:
     """Remove everything of a sandbox that has no live server, but for the lock: the caller owns the folder."""
     deadline = time.monotonic() + _SWEEP_SECONDS
-    while (running := processes(folder)) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        # another server is just finding out that the folder is taken: the lock, not this, decides between servers
+        running = [one for one in processes(folder) if _SERVER not in _read(one.pid, "cmdline")]
+        if not running:
+            break
         for one in running:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(one.pid, signal.SIGKILL)

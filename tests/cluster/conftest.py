@@ -49,6 +49,7 @@ class Emulator:
         self._ask({"fault": {"action": action, "code": code, **more}})
 
     def clear(self) -> None:
+        """No faults, no terminated instances."""
         self._ask({"clear": True})
 
     def end(self, instance_id: str) -> None:
@@ -86,7 +87,7 @@ def emulated_aws(emulator_process: Emulator) -> Aws:
             endpoint_url=emulator_process.endpoint,
             access_key="testing",
             secret_key="testing",
-            poll_seconds=0.02,
+            poll_seconds=0.05,
             caller_cidr="203.0.113.7/32",
         )
     )

@@ -37,12 +37,25 @@ server = make_server("127.0.0.1", 0, one_at_a_time, threaded=True, request_handl
 threading.Thread(target=server.serve_forever, daemon=True).start()
 print(server.server_port, flush=True)
 
+
+def forget_terminated_instances() -> None:
+    """AWS does so after an hour."""
+    with emulator.lock:
+        for backend in emulator.backends():
+            backend.reservations = {
+                id: reservation
+                for id, reservation in backend.reservations.items()
+                if any(instance.state != "terminated" for instance in reservation.instances)
+            }
+
+
 for line in sys.stdin:
     request = json.loads(line)
     if "fault" in request:
         faults.add(Fault(**request["fault"]))
     elif "clear" in request:
         faults.clear()
+        forget_terminated_instances()
     elif "end" in request:
         emulator.ended(request["end"])
     print(json.dumps(emulator.resources()), flush=True)

@@ -170,7 +170,7 @@ def test_a_node_that_ends_while_waiting_is_named(
         with open_hosts_with({0: {".micsctl/ready": None}})(cluster, files) as hosts:
             yield hosts
 
-    with pytest.raises(PartialError, match="1 nodes ended") as failed:
+    with pytest.raises(PartialError, match=r"^node 1 \(i-.*\) ended") as failed:
         bring_up(open_hosts=open_hosts, ready_seconds=60)
     assert "Client.InstanceInitiatedShutdown" in failed.value.why
     assert "1 instance: " in failed.value.costs

@@ -121,7 +121,7 @@ def test_06_a_run_outlives_its_launcher_is_stopped_and_resumed(laptop: Laptop) -
         assert time.monotonic() < deadline
         time.sleep(0.5)
     assert laptop.json("stop", run_id)["status"] == "stopped"
-    still_there = f"grep -lz MICS_RUN_ID={run_id} /proc/[0-9]*/environ 2>/dev/null; true"
+    still_there = f"grep -lz '^MICS_RUN_ID={run_id}$' /proc/[0-9]*/environ 2>/dev/null; true"
     assert laptop("exec", "--", still_there).stdout == ""
     made = laptop.run(run_id)["step"]
     (laptop.folder / "rest.yaml").write_text(text.replace("steps: 4", f"steps: {made + 2}"))

@@ -36,7 +36,7 @@ pytestmark = [
 IMAGE = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-22.04/latest/ami-id"
 USER_DATA = """#!/bin/bash
 echo "user data as $(id -un) on $(hostname), HOME is ${HOME-unset}"
-touch /root/booted
+touch /root/micsctl-test-of-user-data
 (sleep 1000 &)
 """
 SSH = ["-o", "StrictHostKeyChecking=yes", "-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes", "-o", "LogLevel=ERROR"]
@@ -186,7 +186,7 @@ def test_user_data_ran_as_root_and_shows_on_the_console(nodes: Nodes, wait_for: 
         name = nodes.run(index, "hostname")
         assert f"user data as root on {name}, HOME is unset" in wait_for(finished)
         assert "user data as root" in nodes.run(index, "cat /var/log/cloud-init-output.log")
-    assert not Path("/root/booted").exists()
+    assert not Path("/root/micsctl-test-of-user-data").exists()
 
 
 def test_console_shows_both_styles_of_host_keys(nodes: Nodes) -> None:
@@ -387,16 +387,21 @@ def test_settings_do_not_change_under_running_instances(nodes: Nodes) -> None:
 def test_shutdown_terminates_the_instance(nodes: Nodes, wait_for: Callable[..., Any]) -> None:
     """The last test of these nodes: root's `shutdown` on node 1."""
     assert nodes.run(1, "/usr/sbin/shutdown now; echo $?").endswith("1")  # not the login user's right
-    pid = int(subprocess.run(["pgrep", "-f", "sleep 1000"], capture_output=True, text=True).stdout.split()[-1])
-    name = Path(f"/proc/{pid}/root/etc/hostname").read_text().strip()
-    index = [f"ip-{address.replace('.', '-')}" for address in nodes.private_ips].index(name)
-    enter = ["nsenter", "-t", str(pid), "--mount", "--pid", "--uts", "--net", "--root", "--wd"]
+    name = f"ip-{nodes.private_ips[1].replace('.', '-')}"
+    mark = control.SandboxFolder(nodes.home.sandbox).id
+    found = subprocess.run(["pgrep", "-f", "sleep 1000"], capture_output=True, text=True).stdout.split()
+    roots = [Path(f"/proc/{pid}/root/etc") for pid in found]
+    marks = [
+        ((root / "micsctl-sandbox").read_text().strip(), (root / "hostname").read_text().strip()) for root in roots
+    ]
+    pid = found[marks.index((mark, name))]
+    enter = ["nsenter", "-t", pid, "--mount", "--pid", "--uts", "--net", "--root", "--wd"]
     subprocess.run([*enter, "shutdown", "-h", "now"], timeout=10)
-    wait_for(lambda: nodes.state(index) == "terminated")
-    found = nodes.ec2.describe_instances(InstanceIds=[nodes.ids[index]])["Reservations"][0]["Instances"][0]
-    assert found["StateReason"]["Code"] == "Client.InstanceInitiatedShutdown"
-    assert "BEGIN SSH HOST KEY" in nodes.ec2.get_console_output(InstanceId=nodes.ids[index])["Output"]
-    assert nodes.state(1 - index) == "running"
+    wait_for(lambda: nodes.state(1) == "terminated")
+    gone = nodes.ec2.describe_instances(InstanceIds=[nodes.ids[1]])["Reservations"][0]["Instances"][0]
+    assert gone["StateReason"]["Code"] == "Client.InstanceInitiatedShutdown"
+    assert "BEGIN SSH HOST KEY" in nodes.ec2.get_console_output(InstanceId=nodes.ids[1])["Output"]
+    assert nodes.state(0) == "running"
 
 
 def namespaces() -> set[str]:

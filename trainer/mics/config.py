@@ -54,7 +54,7 @@ class TrainConfig:
     accumulation: int = 4  # micro-steps per optimizer step
     sequence: int = 128  # tokens per sequence
     steps: int = 20  # optimizer steps
-    lr: float = 1e-3
+    lr: float = 2e-3
     warmup: int = 2  # optimizer steps of linear warm-up, then a cosine down to lr / 10
     weight_decay: float = 0.1
     clip: float = 1.0  # largest global gradient norm

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from mics.shapes import ModelShape
 
-SPREAD = 0.02  # of the initial weights, as in GPT-2
 IGNORED = -100  # a target that does not count: padding
 
 
@@ -77,17 +76,21 @@ class GPT(nn.Module):
     def fill(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Write the initial value of the parameter `name` into `full` (its whole, unsharded shape).
 
-        GPT-2's rule: normal with spread 0.02, divided by sqrt(2 layers) where a layer writes into the residual stream;
-        norms 1, biases 0.
+        Normal. Embeddings as in GPT-2's code: spread 0.02 for tokens, 0.01 for positions. A linear layer: 1 / sqrt(fan
+        in), divided by sqrt(2 layers) where it writes into the residual stream (GPT-2 paper, section 2.3), so that the
+        first steps go well at any width. Norms 1, biases 0.
         """
         if name.endswith(".bias"):
             full.zero_()
         elif full.dim() == 1:
             full.fill_(1.0)
-        elif name.endswith(".out.weight"):
-            full.normal_(0.0, SPREAD / math.sqrt(2 * self.shape.layers), generator=generator)
         else:
-            full.normal_(0.0, SPREAD, generator=generator)
+            full.normal_(0.0, self._spread(name, fan_in=full.shape[1]), generator=generator)
+
+    def _spread(self, name: str, fan_in: int) -> float:
+        embedding = {"tokens.weight": 0.02, "positions.weight": 0.01}.get(name)
+        residual = math.sqrt(2 * self.shape.layers) if name.endswith(".out.weight") else 1.0
+        return embedding or 1 / math.sqrt(fan_in) / residual
 
 
 def build_on_meta(shape: ModelShape, dtype: torch.dtype) -> GPT:
