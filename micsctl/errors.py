@@ -86,7 +86,7 @@ class HealthError(MicsctlError):
 
 
 class JobError(MicsctlError):
-    """The remote job failed; `why` names the first rank that did, its node, and its code."""
+    """The remote job failed; `what` names the first rank that did, its node, and its code."""
 
     exit_code = ExitCode.JOB
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ClusterFiles:
-    """The laptop's folder of one cluster: its key, its host keys, its journal, its cache of runs. Mode 0700."""
+    """The laptop's folder of one cluster: its key, its host keys, its journal. Mode 0700."""
 
     folder: Path
 
@@ -24,10 +24,6 @@ class ClusterFiles:
     @property
     def journal(self) -> Path:
         return self.folder / "journal.jsonl"
-
-    @property
-    def runs(self) -> Path:
-        return self.folder / "runs"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from mics.config import TrainConfig
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, PlainSerializer, ValidationError
@@ -125,15 +125,17 @@ def parse(text: str, origin: str = FILE_NAME) -> Spec:
         raise UsageError(f"{origin} is not valid", "\n".join(lines), next=f"edit {origin}") from None
 
 
-def override(spec: Spec, *, name: str | None = None, region: str | None = None) -> Spec:
+def override(spec: Spec, *, name: str | None = None, region: str | None = None, ttl: str | None = None) -> Spec:
     """The spec with what flags and environment say. Raises UsageError for a value that the file could not hold."""
     raw = spec.model_dump(mode="json")
     raw["name"] = name or spec.name
     raw["cluster"]["region"] = region or spec.cluster.region
+    raw["cluster"]["ttl"] = raw["cluster"]["ttl"] if ttl is None else ttl
     try:
         return Spec.model_validate_json(json.dumps(raw))
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
+        faults = error.errors(include_url=False)
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}" for e in faults]
         raise UsageError("a flag or an environment variable is not valid", "\n".join(lines)) from None
 
 
@@ -167,10 +169,10 @@ def _check_plain(node: Node | None, origin: str) -> None:
 
 def _explain_all(errors: Sequence[ErrorDetails], data: CommentedMap, origin: str) -> list[str]:
     """One line per faulty key. Pydantic reports every branch of a union; those that cannot be meant are left out."""
+    # where a mapping was given, the branch that wants a word is not meant, if there is another
+    meant = [e for e in errors if not (isinstance(e["input"], dict) and e["type"] in ("string_type", "literal_error"))]
     by_key: dict[tuple[str, ...], list[tuple[int, ErrorDetails]]] = {}
-    for detail in errors:
-        if isinstance(detail["input"], dict) and detail["type"] in ("string_type", "literal_error"):
-            continue  # a mapping was given, so the branch that wants a word is not meant
+    for detail in meant or errors:
         line, path = _locate(data, detail)
         by_key.setdefault(tuple(path), []).append((line, detail))
     return [
@@ -229,7 +231,5 @@ def _known_keys(path: Sequence[str]) -> list[str]:
 def _section(parent: Any, key: str) -> Any:
     if isinstance(parent, type) and issubclass(parent, BaseModel):
         return parent.model_fields[key].annotation
-    import typing
-
-    hint = typing.get_type_hints(parent).get(key)
-    return next((t for t in (hint, *typing.get_args(hint)) if is_dataclass(t)), None)
+    hint = get_type_hints(parent).get(key)
+    return next((t for t in (hint, *get_args(hint)) if is_dataclass(t)), None)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import traceback
 
 import typer
 
 from micsctl.cli import clusters, demo, runs, sandbox, setup
 from micsctl.cli.options import with_options
 from micsctl.cli.render import Render
-from micsctl.errors import ExitCode, Interrupted, MicsctlError
+from micsctl.errors import ExitCode, Interrupted, MicsctlError, UsageError
 
 _HELP = """Train large models with MiCS on AWS GPU machines, from a laptop.
 
@@ -42,7 +43,9 @@ def build() -> typer.Typer:
         clusters.extend,
         clusters.down,
     ):
-        app.command(name=command.__name__.rstrip("_"))(with_options(command))
+        # ssh and exec hand on what follows their first argument, options too
+        settings = {"allow_interspersed_args": command not in (clusters.ssh, clusters.exec_)}
+        app.command(name=command.__name__.rstrip("_"), context_settings=settings)(with_options(command))
     boxes = typer.Typer(
         help="The emulated EC2 with real hosts on this machine.", no_args_is_help=True, rich_markup_mode=None
     )
@@ -59,45 +62,29 @@ def main() -> None:
     verbose = bool({"-v", "--verbose"} & set(arguments))
     try:
         build()()
-    except MicsctlError as error:
-        if verbose:
-            import traceback
-
-            traceback.print_exc()
-        render.error(error)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        render.error(Interrupted("stopped by Ctrl-C"))
-        sys.exit(ExitCode.INTERRUPTED)
-    except BrokenPipeError:
-        # the reader of our output has left; there is nobody to tell
-        sys.stdout = None  # keeps the interpreter from flushing into the closed pipe
-        sys.exit(ExitCode.FAILURE)
     except SystemExit as leaving:
-        if leaving.code == ExitCode.USAGE and render.json:
-            render.error(MicsctlErrorOnUsage())
+        if leaving.code == ExitCode.USAGE and render.json:  # Typer has explained it, on stderr only
+            render.error(UsageError("wrong command line", next="micsctl --help"))
         raise
-    except Exception as error:
+    except KeyboardInterrupt:
+        explained: MicsctlError = Interrupted("stopped by Ctrl-C")
+    except MicsctlError as error:
+        explained = error
         if verbose:
-            raise
-        where = error.__traceback__
-        while where and where.tb_next:
-            where = where.tb_next
-        place = f"{where.tb_frame.f_code.co_filename}:{where.tb_lineno}" if where else "unknown place"
-        render.error(
-            MicsctlError(
-                f"internal error: {type(error).__name__}: {error}",
-                f"at {place}; this is a fault of micsctl",
-                next="the same command with -v shows the traceback",
-            )
-        )
-        sys.exit(ExitCode.FAILURE)
+            traceback.print_exc()
+    except Exception as error:  # noqa: BLE001  (the last net: a fault of ours is explained as well)
+        explained = _internal(error)
+        if verbose:
+            traceback.print_exc()
+    render.error(explained)
+    sys.exit(explained.exit_code)
 
 
-class MicsctlErrorOnUsage(MicsctlError):
-    """A wrong command line, as JSON; Typer has already explained it on stderr."""
-
-    exit_code = ExitCode.USAGE
-
-    def __init__(self) -> None:
-        super().__init__("wrong command line", next="micsctl --help")
+def _internal(error: Exception) -> MicsctlError:
+    """A fault of ours, without its traceback."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return MicsctlError(
+        f"internal error: {type(error).__name__}: {error}",
+        f"at {place.filename}:{place.lineno}; this is a fault of micsctl",
+        next="the same command with -v shows the traceback",
+    )

@@ -25,12 +25,10 @@ def up(
     """Bring the cluster up: network, placement group, nodes with EFA, SSH; or finish an earlier `up`."""
     from micsctl.cluster.up import up as bring_up
     from micsctl.remote.ssh import open_hosts
+    from micsctl.spec import override
 
     session = Session.of(options)
-    try:
-        spec = shown.with_ttl(session.spec, ttl)
-    except ValueError as error:
-        raise UsageError("--ttl is no duration", str(error)) from None
+    spec = override(session.spec, ttl=ttl)
     session.render.table(shown.intent(spec, session.sandbox))
     if dry_run:
         session.render.result(spec.model_dump(mode="json"))
@@ -67,22 +65,29 @@ def ssh(
     command: Annotated[list[str] | None, typer.Argument(help="A command in place of a shell.")] = None,
 ) -> None:
     """Open a shell on a node, host keys checked."""
+    from micsctl.remote.connection import require_files
     from micsctl.remote.ssh import ssh_command
 
     session = Session.of(options)
     cluster = session.cluster()
-    if node >= len(cluster.nodes):
-        raise UsageError(f"there is no node {node}", f"the cluster has nodes 0 to {len(cluster.nodes) - 1}")
-    argv = [*ssh_command(cluster, session.files, cluster.nodes[node]), *(command or [])]
+    target = next((n for n in cluster.nodes if n.index == node), None)
+    if target is None:
+        there = ", ".join(str(n.index) for n in cluster.nodes)
+        raise UsageError(f"there is no node {node}", f"the cluster has nodes {there}")
+    require_files(cluster, session.files)
+    argv = [*ssh_command(cluster, session.files, target), *(command or [])]
     session.render.detail(" ".join(argv))
-    os.execvp(argv[0], argv)
+    try:
+        os.execvp(argv[0], argv)
+    except FileNotFoundError:
+        raise UsageError("the program ssh is missing", "it is not on PATH", next="install openssh-client") from None
 
 
 def exec_(
     options: Options,
     command: Annotated[list[str], typer.Argument(help="The command, run with bash on every node.")],
 ) -> None:
-    """Run a command on every node; the exit code is the first one that is not 0."""
+    """Run a command on every node; exit code 8 where it fails on any."""
     from micsctl.remote import fanout
 
     session = Session.of(options)
@@ -90,14 +95,14 @@ def exec_(
     line = " ".join(command)
     with session.hosts(cluster) as hosts:
         results = fanout.each(hosts, lambda host: host.run(line, check=False, timeout_seconds=3600))
-    answers = [{"node": node.index, **vars(result)} for node, result in zip(cluster.nodes, results, strict=True)]
     if options.json:
-        session.render.result(answers)
-    for node, result in zip(cluster.nodes, results, strict=True):
+        session.render.result([{"node": h.index, **vars(r)} for h, r in zip(hosts, results, strict=True)])
+    for host, result in zip(hosts, results, strict=True):
         for text in () if options.json else (result.stdout + result.stderr).splitlines():
-            session.render.line(f"{node.index}: {text}")
-    code = next((result.exit_code for result in results if result.exit_code), 0)
-    sys.exit(ExitCode.JOB if code else ExitCode.DONE)
+            session.render.line(f"{host.index}: {text}")
+        if result.exit_code:
+            session.render.note(f"exit code {result.exit_code} on {host.name}")
+    sys.exit(ExitCode.JOB if any(result.exit_code for result in results) else ExitCode.DONE)
 
 
 def extend(options: Options, duration: Annotated[str, typer.Argument(help="How much longer, e.g. 4h.")]) -> None:
@@ -121,7 +126,6 @@ def down(options: Options) -> None:
     from micsctl.cluster.down import down as take_down
 
     session = Session.of(options)
-    if not session.sandbox:
-        session.confirm(f"take down cluster {session.spec.name!r}?")
+    session.confirm(f"take down cluster {session.spec.name!r}?")
     result = take_down(session.aws, session.spec.name, session.files, report=session.render)
     session.render.result(result, text="nothing is left; nothing costs money")

@@ -25,6 +25,7 @@ from micsctl.report import clusters as cluster_report
 from micsctl.report import demo as demo_report
 from micsctl.report import plans as plan_report
 from micsctl.report.curve import Curve, curve, parse_metrics
+from micsctl.report.plot import require_matplotlib
 
 if TYPE_CHECKING:
     from mics.config import RunConfig
@@ -55,6 +56,7 @@ def demo(
     render = Render(json=options.json, verbose=options.verbose, quiet=options.quiet)
     session = DemoSession(options, render, Home(Home.find().folder / "demo"))
     _writable(output)
+    require_matplotlib()  # it is needed last, minutes from now
     started = time.monotonic()
     with _alone(session.home), _everything_ends(session):
         stage, zero3, mics = _train_both(session)

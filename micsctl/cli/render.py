@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,12 +32,12 @@ class Render:
     def result(self, value: Any, *tables: Table, text: str = "") -> None:
         """The command's answer: the value as JSON, or its tables and text."""
         if self.json:
-            print(json.dumps(plain(value), indent=2))
+            self.line(json.dumps(plain(value), indent=2))
             return
         for table in tables:
             self.table(table)
         if text:
-            print(text)
+            self.line(text)
 
     def table(self, table: Table) -> None:
         if self.json:
@@ -44,14 +45,14 @@ class Render:
         if sys.stdout.isatty():
             _console(sys.stdout).print(_rich_table(table))
         else:
-            print(_text_table(table))
+            self.line(_text_table(table))
 
     def last_line(self, value: Any) -> None:
         """One JSON object on one line, with and without --json."""
-        print(json.dumps(plain(value)))
+        self.line(json.dumps(plain(value)))
 
     def line(self, text: str) -> None:
-        """A line of data, such as a log line."""
+        """A line of data, such as a log line. Flushed, so that a closed pipe is noticed here and not at exit."""
         print(text, flush=True)
 
     def note(self, text: str) -> None:
@@ -82,7 +83,7 @@ class Render:
     def error(self, error: MicsctlError) -> None:
         """The four parts; as JSON on stdout too where that was asked for."""
         if self.json:
-            print(json.dumps(error.as_json(), indent=2))
+            self.line(json.dumps(error.as_json(), indent=2))
         lines = [f"micsctl: {error.what}"]
         lines += [f"  {line}" for line in error.why.splitlines()]
         lines += error.costs.splitlines()
@@ -93,11 +94,10 @@ class Render:
 class RunView:
     """Shows a run as it goes: rank 0's lines, and on a terminal a bar with the time that is left."""
 
-    def __init__(self, render: Render, steps: int, first_step: int = 1) -> None:
-        self._render, self._steps, self._first = render, steps, first_step
-        self._started: float | None = None
+    def __init__(self, render: Render, steps: int) -> None:
+        self._render, self._steps = render, steps
+        self._seen, self._seconds = 0, 0.0
         self._live = sys.stderr.isatty() and not render.quiet
-        self._last: dict[str, Any] = {}
 
     def output(self, line: str) -> None:
         if not self._render.quiet:
@@ -105,15 +105,13 @@ class RunView:
             print(line, file=sys.stderr if self._render.json else sys.stdout, flush=True)
 
     def metrics(self, line: dict[str, Any]) -> None:
-        now = time.monotonic()
-        self._started = self._started or now - line["step_seconds"]
-        self._last = line
+        self._seen, self._seconds = self._seen + 1, self._seconds + line["step_seconds"]
         if self._live:
-            done, total = line["step"] - self._first + 1, self._steps - self._first + 1
-            left = (now - self._started) / done * (total - done)
-            filled = int(24 * done / total)
+            step, total = line["step"], self._steps
+            left = (total - step) * self._seconds / self._seen
+            filled = int(24 * step / total)
             bar = "━" * filled + "╌" * (24 - filled)
-            sys.stderr.write(f"\r\x1b[K{bar} step {line['step']}/{self._steps}  left {format_seconds(left)}")
+            sys.stderr.write(f"\r\x1b[K{bar} step {step}/{total}  left {format_seconds(left)}")
             sys.stderr.flush()
 
     def close(self) -> None:
@@ -126,7 +124,7 @@ class RunView:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON knows it."""
+    """A value as JSON knows it; a number that is not finite is null there."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, dict):
@@ -139,6 +137,8 @@ def plain(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, timedelta):
         return value.total_seconds()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     return str(value) if isinstance(value, Path) else value
 
 

@@ -10,12 +10,14 @@ import typer
 from micsctl.cli.options import Options
 from micsctl.cli.render import RunView
 from micsctl.cli.session import Session
-from micsctl.errors import HealthError, Interrupted, UsageError
+from micsctl.errors import HealthError, Interrupted
 from micsctl.report import clusters as cluster_report
 from micsctl.report import plans as plan_report
 from micsctl.report import runs as run_report
 
 if TYPE_CHECKING:
+    from mics.config import RunConfig
+
     from micsctl.remote.host import Host
     from micsctl.topology.check import Finding
 
@@ -55,8 +57,7 @@ def launch(
         if detach:
             session.render.result({"run_id": config.run_id}, text=f"next: micsctl logs -f {config.run_id}")
             return
-        _watch(session, hosts, config.run_id, config.train.steps)
-        session.render.result({"run_id": config.run_id, "exit_code": 0}, text=f"run {config.run_id} is done")
+        _watch(session, hosts, config)
 
 
 def logs(
@@ -74,11 +75,12 @@ def logs(
     with session.hosts(cluster) as hosts:
         found = find_run(hosts, _checked(run))
         if follow and rank == 0:
-            _watch(session, hosts, found.run_id, found.config.train.steps)
+            _watch(session, hosts, found.config)
             return
-        if rank >= found.config.world_size:
-            raise UsageError(f"run {found.run_id} has no rank {rank}", f"it has {found.config.world_size} ranks")
-        rank_log(hosts, found, rank, session.render.line, follow=follow)
+        lines: list[str] = []
+        rank_log(hosts, found, rank, lines.append if options.json else session.render.line, follow=follow)
+    if options.json:
+        session.render.result({"run_id": found.run_id, "rank": rank, "lines": lines})
 
 
 def runs(options: Options) -> None:
@@ -129,17 +131,23 @@ def _gate(session: Session, findings: Sequence[Finding], *, skip: bool) -> None:
         session.render.note(f"  {line}")
 
 
-def _watch(session: Session, hosts: list[Host], run_id: str, steps: int) -> None:
+def _watch(session: Session, hosts: list[Host], config: RunConfig) -> None:
+    """Show the run until it ends, and say so. It goes on where only the watching ends."""
+    from micsctl.remote.fanout import FanoutError
+    from micsctl.remote.host import HostError
     from micsctl.runs.follow import follow
 
-    view = RunView(session.render, steps)
+    run_id = config.run_id
+    goes_on = f"run {run_id} goes on, and so does what the machines cost"
+    next = f"micsctl logs -f {run_id}   or   micsctl stop {run_id}"
+    view = RunView(session.render, config.train.steps)
     try:
         follow(hosts, run_id, view)
     except KeyboardInterrupt:
-        raise Interrupted(
-            "stopped watching",
-            costs=f"run {run_id} goes on, and so does what the machines cost",
-            next=f"micsctl logs -f {run_id}   or   micsctl stop {run_id}",
-        ) from None
+        raise Interrupted("stopped watching", costs=goes_on, next=next) from None
+    except (HostError, FanoutError) as error:
+        why = "\n".join([error.what, *error.why.splitlines()])
+        raise HostError("cannot watch the run any more", why, costs=goes_on, next=next) from None
     finally:
         view.close()
+    session.render.result({"run_id": run_id, "exit_code": 0}, text=f"run {run_id} is done")

@@ -105,21 +105,24 @@ class Session:
 
     def discover(self, cluster: Cluster, hosts: list[Host]) -> Topology:
         from micsctl.aws.topology import network_nodes
-        from micsctl.topology.discover import CpuDevices, discover
+        from micsctl.topology.discover import discover
+        from micsctl.topology.model import CpuDevices
 
         cpu = CpuDevices(self.sandbox.devices_per_node, self.sandbox.device_memory_bytes) if self.sandbox else None
         switches = network_nodes(self.aws, [node.instance_id for node in cluster.nodes])
         return discover(cluster, hosts, cpu_devices=cpu, network_nodes=switches)
 
     def findings(self, cluster: Cluster, topology: Topology) -> tuple[Finding, ...]:
-        """What is wrong with the nodes, measured against what their type should have."""
+        """What is wrong with the nodes, measured against mics.yaml and what their type should have."""
         from micsctl.aws.types import find_type
         from micsctl.topology.check import check
 
+        nodes = self.spec.cluster.nodes
         if self.sandbox:  # its devices are processes: no GPU and no EFA is to be expected
-            return check(topology, efa_devices_expected=0)
+            return check(topology, nodes_expected=nodes, efa_devices_expected=0)
         type = find_type(self.aws, cluster.instance_type)
-        return check(topology, efa_devices_expected=len(type.efa_cards), devices_expected=type.gpus)
+        efa_devices = len(type.efa_cards)
+        return check(topology, nodes_expected=nodes, efa_devices_expected=efa_devices, devices_expected=type.gpus)
 
     def confirm(self, question: str) -> None:
         """Ask on a terminal; elsewhere a missing --yes is an error that names the flag."""

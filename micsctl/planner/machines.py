@@ -74,12 +74,12 @@ def machines_from(topology: Topology) -> Machines:
         devices_per_node = topology.devices_per_node
     except ValueError as error:
         raise HealthError("cannot plan for these nodes", str(error), next="micsctl topology") from None
-    names = list(dict.fromkeys(device.name for node in topology.nodes for device in node.devices))
-    on_cpu = all(name.upper().startswith("CPU") for name in names)
+    devices = [device for node in topology.nodes for device in node.devices]
+    names = list(dict.fromkeys(device.name for device in devices))
     return Machines(
         nodes=len(topology.nodes),
         devices_per_node=devices_per_node,
         device_memory_bytes=topology.device_memory_bytes,
-        device="cpu" if on_cpu else " and ".join(names),
+        device="cpu" if all(device.on_cpu for device in devices) else " and ".join(names),
         bf16=all(map(has_bf16, names)),
     )

@@ -36,13 +36,7 @@ class SshSettings:
     @classmethod
     def load(cls, cluster: Cluster, files: ClusterFiles, connect_timeout_seconds: float) -> SshSettings:
         """Raises UsageError where this laptop lacks the cluster's key or host keys, or they are damaged."""
-        for path, kind in ((files.key, "key"), (files.known_hosts, "host keys")):
-            if not path.exists():
-                raise UsageError(
-                    f"this laptop does not have the {kind} of cluster {cluster.name!r}",
-                    f"{path} does not exist; without it only status, gc and down work",
-                    next="go on from the laptop that made the cluster, or: micsctl down",
-                )
+        require_files(cluster, files)
         try:
             key = paramiko.PKey.from_path(str(files.key))
             known = paramiko.HostKeys(str(files.known_hosts))
@@ -51,6 +45,17 @@ class SshSettings:
         return cls(
             cluster.name, cluster.ssh_user, cluster.ssh_port, key, known, files.known_hosts, connect_timeout_seconds
         )
+
+
+def require_files(cluster: Cluster, files: ClusterFiles) -> None:
+    """Raises UsageError where this laptop lacks the cluster's key or host keys."""
+    for path, kind in ((files.key, "key"), (files.known_hosts, "host keys")):
+        if not path.exists():
+            raise UsageError(
+                f"this laptop does not have the {kind} of cluster {cluster.name!r}",
+                f"{path} does not exist; without it only status and down work",
+                next=f"go on from the laptop that made the cluster, or: micsctl down -n {cluster.name}",
+            )
 
 
 class StrictConnection(fabric.Connection):  # type: ignore[misc]  # fabric has no types

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Protocol
 
 from micsctl.cluster.model import Cluster
-from micsctl.duration import format_duration, parse_duration
+from micsctl.duration import format_duration
 from micsctl.report.table import Table, format_memory, format_seconds
 from micsctl.topology.model import Device, NodeFacts, Topology
 
@@ -26,13 +26,6 @@ class SandboxFacts(Protocol):
     def link_mbps(self) -> int | None: ...
     @property
     def shaped(self) -> bool: ...
-
-
-def with_ttl(spec: Spec, ttl: str | None) -> Spec:
-    """The spec with the flag's time to live."""
-    if ttl is None:
-        return spec
-    return spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"ttl": parse_duration(ttl)})})
 
 
 def intent(spec: Spec, sandbox: SandboxFacts | None) -> Table:
@@ -115,10 +108,12 @@ def _node_row(rank: int, node: NodeFacts) -> tuple[str, ...]:
 
 
 def _link_table(node: NodeFacts) -> Table:
-    """NVLinks between the devices of one node; a CPU node's devices are processes."""
+    """NVLinks between the devices of one node, where they are known; a CPU node's devices are processes."""
     if not node.nvlinks:
-        workers = tuple((str(device.index), device.name, _numa(device)) for device in node.devices)
-        return Table("devices of a node: worker processes, joined by its loopback", ("device", "kind", "NUMA"), workers)
+        on_cpu = all(device.on_cpu for device in node.devices)
+        joined = "worker processes, joined by its loopback" if on_cpu else "how they are linked is unknown"
+        rows = tuple((str(device.index), device.name, _numa(device)) for device in node.devices)
+        return Table(f"devices of a node: {joined}", ("device", "kind", "NUMA"), rows)
     columns = ("device", "NUMA", *(str(device.index) for device in node.devices))
     rows = tuple(
         (

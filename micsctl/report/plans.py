@@ -17,7 +17,7 @@ def plan(plan: Plan) -> tuple[Table, Table]:
         ("why", plan.reason),
         ("micro-batch", f"{train.micro_batch} sequences x {train.sequence} tokens, {train.accumulation} micro-steps"),
         ("precision", train.precision),
-        ("traffic", f"{format_bytes(plan.traffic_bytes)} sent per node and step (exact)"),
+        ("traffic", f"{format_bytes(plan.traffic_bytes)} sent per node and step (by formula)"),
         ("zero3 would send", format_bytes(plan.traffic_zero3_bytes)),
     )
     return Table("plan", ("", " "), rows), _candidates(plan)

@@ -53,12 +53,17 @@ def traffic(curves: Sequence[Curve]) -> str:
     return _svg(figure)
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Any]:
+def require_matplotlib() -> type[Figure]:
+    """Raises UsageError where it is not installed: call it before work whose result is to be plotted."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("plots need matplotlib", "it is not installed", next="pip install 'micsctl[report]'") from None
-    figure = Figure(figsize=(width, height), layout="constrained")
+    return Figure
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Any]:
+    figure = require_matplotlib()(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.set_facecolor(_PAPER)
     axes.spines[["top", "right"]].set_visible(False)

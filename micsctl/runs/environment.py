@@ -11,8 +11,9 @@ from micsctl.topology.model import NodeFacts
 
 
 def environment(node: NodeFacts) -> dict[str, str]:
-    on_gpu = bool(node.nvlinks)
-    common = {"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": node.interface}
-    if on_gpu:
-        return common | {"NCCL_SOCKET_IFNAME": node.interface}
-    return common | {"OMP_NUM_THREADS": "1"}
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": node.interface,
+        "NCCL_SOCKET_IFNAME": node.interface,
+    }

@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 from micsctl.errors import JobError, MicsctlError, UsageError
 from micsctl.remote import fanout
 from micsctl.remote.host import Host
 from micsctl.runs.model import CONFIG_EXIT_CODE, SAVED_EXIT_CODE, Failure
+from micsctl.runs.shell import ALIVE, LOGS
 from micsctl.runs.state import first_failure
 from micsctl.runs.stop import stop
 
-# Metrics lines are marked `M `, rank 0's own output `0 `. `tail --pid` ends with the launcher; -F, since the trainer
-# puts a fresh metrics.jsonl in the place of an old one.
-_FOLLOW = r"""
-cd .micsctl/runs/{run_id} || exit 1
-pid=$(cat pid)
-until [ -f exit ] || ls ranks/*/attempt_0/0/stdout.log >/dev/null 2>&1; do
-  kill -0 "$pid" 2>/dev/null || break
-  sleep 0.1
-done
+# Metrics lines are marked `M `, rank 0's own output `0 `. Not by sed: a line that a kill cut short would run into the
+# next one.
+_FOLLOW = (
+    LOGS
+    + r"""
+marked() { while IFS= read -r line || [ -n "$line" ]; do printf '%s %s\n' "$1" "$line"; done; }
+wait_for_log 0
 : >>metrics.jsonl
-tail -n +1 -F -s 0.2 --pid="$pid" metrics.jsonl 2>/dev/null | sed -u 's/^/M /' &
-for log in ranks/*/attempt_0/0/stdout.log; do
-  [ -f "$log" ] && {{ tail -n +1 -f -s 0.2 --pid="$pid" "$log" | sed -u 's/^/0 /' & }}
-done
+options=$(going_on)
+tail -n +1 $options metrics.jsonl 2>/dev/null | marked M &
+log=$(log_of 0)
+[ -f "$log" ] && { tail -n +1 $options "$log" | marked 0 & }
 wait
 """
+)
+_LOOK = (
+    ALIVE
+    + r"""
+if [ -f exit ]; then cat exit; elif alive; then echo running; else sleep 0.3; cat exit 2>/dev/null || echo lost; fi
+"""
+)
 
 
 class Watcher(Protocol):
@@ -50,40 +56,44 @@ def follow(
     grace_seconds  what the other nodes get to end by themselves once one of them has failed
 
     Raises JobError that names the first failed rank, its node and its exit code, after ending what is left of the run;
-    UsageError where the trainer refused its configuration. Ctrl-C only ends the watching.
+    UsageError where the trainer refused its configuration; HostError or FanoutError where nodes cannot be asked any
+    more; what the watcher raises. Ctrl-C only ends the watching.
     """
-    stream_failed: list[MicsctlError] = []
-    reader = threading.Thread(target=_read, args=(hosts[0], run_id, watcher, stream_failed), daemon=True)
-    reader.start()
-    codes = _wait_for_exit(hosts, run_id, poll_seconds, grace_seconds)
-    reader.join(timeout=10)
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="follow")
+    reading = pool.submit(_read, hosts[0], run_id, watcher)
+    pool.shutdown(wait=False)
+    codes = _wait_for_exit(hosts, run_id, reading, poll_seconds, grace_seconds)
+    wait([reading], timeout=10)
     if any(code != 0 for code in codes):
         raise _explain(hosts, run_id, codes)
-    if stream_failed:
-        raise stream_failed[0]
+    if lost := _lost(reading):
+        watcher.output(f"not all output was seen: {lost.what}")
 
 
-def _read(head: Host, run_id: str, watcher: Watcher, failed: list[MicsctlError]) -> None:
+def _read(head: Host, run_id: str, watcher: Watcher) -> None:
     def on_line(line: str) -> None:
         mark, _, content = line.partition(" ")
-        if mark == "M":
-            watcher.metrics(json.loads(content))
-        else:
+        if mark == "0":
             watcher.output(content)
+        elif content.endswith("}"):  # the last line may be cut short by a kill
+            watcher.metrics(json.loads(content))
 
-    try:
-        head.stream(_FOLLOW.format(run_id=run_id), on_line)
-    except MicsctlError as error:
-        failed.append(error)
+    head.stream(f"cd .micsctl/runs/{run_id} || exit 1\n{_FOLLOW}", on_line)
 
 
-def _wait_for_exit(hosts: Sequence[Host], run_id: str, poll_seconds: float, grace_seconds: float) -> list[int | None]:
+def _lost(reading: Future[None]) -> MicsctlError | None:
+    """Why the reading ended early, if it did. What is no MicsctlError is raised: a bug, or our own output is closed."""
+    error = reading.exception() if reading.done() else None
+    if error is None or isinstance(error, MicsctlError):
+        return error
+    raise error
+
+
+def _wait_for_exit(
+    hosts: Sequence[Host], run_id: str, reading: Future[None], poll_seconds: float, grace_seconds: float
+) -> list[int | None]:
     """Exit code per node; None for a launcher that is gone without one. One failure ends the rest after the grace."""
-    folder = f".micsctl/runs/{run_id}"
-    look = (
-        f'if [ -f {folder}/exit ]; then cat {folder}/exit; elif kill -0 "$(cat {folder}/pid)" 2>/dev/null;'
-        f" then echo running; else sleep 0.3; cat {folder}/exit 2>/dev/null || echo lost; fi"
-    )
+    look = f"cd .micsctl/runs/{run_id} 2>/dev/null || {{ echo lost; exit; }}\n{_LOOK}"
     failed_at: float | None = None
     while True:
         words = fanout.each(hosts, lambda host: host.run(look).stdout.strip())
@@ -93,6 +103,7 @@ def _wait_for_exit(hosts: Sequence[Host], run_id: str, poll_seconds: float, grac
             failed_at = failed_at if failed_at is not None else time.monotonic()
             if time.monotonic() - failed_at > grace_seconds:
                 stop(hosts, run_id, grace_seconds=5)
+        _lost(reading)
         time.sleep(poll_seconds)
 
 

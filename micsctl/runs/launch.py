@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from mics.config import RunConfig
 
 from micsctl import resources
-from micsctl.errors import UsageError
+from micsctl.errors import MicsctlError, UsageError
 from micsctl.planner.model import Plan
 from micsctl.remote import fanout
 from micsctl.remote.host import Host
@@ -17,6 +18,7 @@ from micsctl.runs import code
 from micsctl.runs.environment import environment
 from micsctl.runs.model import Status
 from micsctl.runs.state import list_runs
+from micsctl.runs.stop import stop
 from micsctl.topology.model import NodeFacts, Topology
 
 _FREE_PORT = (
@@ -26,7 +28,10 @@ _FREE_PORT = (
 
 
 def configure(plan: Plan, topology: Topology, run_id: str, *, resume_from: str | None = None) -> RunConfig:
-    """The run.json of a plan on these machines. Pure but for the sync token."""
+    """The run.json of a plan on these machines. Pure but for the sync token.
+
+    resume_from  folder with the checkpoints to go on from
+    """
     shared_loopback = any(node.interface == "lo" for node in topology.nodes)
     interfaces = {node.interface for node in topology.nodes}
     return RunConfig(
@@ -43,7 +48,7 @@ def configure(plan: Plan, topology: Topology, run_id: str, *, resume_from: str |
 
 
 def start(hosts: Sequence[Host], topology: Topology, config: RunConfig, *, master_port: int | None = None) -> None:
-    """Ship the code, write the run's folder and start it detached on every node. `hosts` are in node order.
+    """Ship the code, write the run's folder and start it detached on every node, or on none.
 
     Raises UsageError when a run is still going on these nodes (its devices are taken) or the port is in use.
     """
@@ -68,7 +73,12 @@ def start(hosts: Sequence[Host], topology: Topology, config: RunConfig, *, maste
         host.run(f"cd {folder} && {{ setsid bash start.sh </dev/null >/dev/null 2>&1 & echo $! >pid; }}")
 
     fanout.each(ordered, prepare)
-    fanout.each(ordered, detach)
+    try:
+        fanout.each(ordered, detach)
+    except BaseException:
+        with suppress(MicsctlError):  # from the node that failed already; the first error tells more
+            stop(ordered, config.run_id, grace_seconds=2)
+        raise
 
 
 def start_script(config: RunConfig, topology: Topology, rank: int, *, port: int, code_hash: str) -> str:
@@ -107,12 +117,13 @@ def _refuse_second_run(hosts: Sequence[Host]) -> None:
 
 def _port(head: Host, wanted: int | None) -> int:
     """A free TCP port on the head node; the one asked for, or any."""
-    answer = head.run(f'.micsctl/python -c "{_FREE_PORT}" {wanted or 0}', check=False)
+    question = f'.micsctl/python -c "{_FREE_PORT}" {wanted or 0}'
+    answer = head.run(question, check=wanted is None)
     if answer.exit_code == 0:
         return int(answer.stdout)
     holder = head.run(f"ss -Hltnp 'sport = :{wanted}' 2>/dev/null", check=False).stdout.strip()
     raise UsageError(
-        f"port {wanted} is in use on {head.name}",
-        holder or answer.stderr.strip().splitlines()[-1],
+        f"cannot listen on port {wanted} of {head.name}",
+        "\n".join([*answer.stderr.strip().splitlines()[-1:], *holder.splitlines()]),
         next="micsctl launch without --master-port chooses a free one",
     )

@@ -67,7 +67,7 @@ class Run:
 
 
 def new_run_id(strategy: str, now: datetime | None = None) -> str:
-    """Sorts by time, says what ran, and never repeats: `1129-201530-mics-3f2a`."""
+    """Sorts by time within a year and says what ran: `1129-201530-mics-3f2a`."""
     moment = now or datetime.now(UTC)
     return f"{moment:%m%d-%H%M%S}-{strategy}-{secrets.token_hex(2)}"
 

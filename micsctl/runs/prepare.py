@@ -28,21 +28,24 @@ def prepare(
 ) -> RunConfig:
     """Plan for these machines and answer every `auto`.
 
-    strategy  in place of the file's; one that fixes p takes the file's partition size off
+    strategy  in place of the file's; what the file says of p and hierarchy holds only where the strategy leaves it open
     resume    id of a run; the new run goes on from its newest whole checkpoint
 
     Raises UsageError for an unknown strategy or run, and for a plan that does not fit.
     """
     train = _with_strategy(train, strategy) if strategy else train
-    config = configure(plan(train, machines_from(topology)), topology, new_run_id(train.strategy))
-    if resume is None:
-        return config
-    earlier = find_run(hosts, checked_run_id(resume))
-    return replace(config, resume_from=earlier.config.checkpoint_folder)  # the trainer takes the newest whole one
+    # the folder of the earlier run's checkpoints: the trainer takes the newest whole one
+    resume_from = find_run(hosts, checked_run_id(resume)).config.checkpoint_folder if resume else None
+    made = plan(train, machines_from(topology))
+    return configure(made, topology, new_run_id(train.strategy), resume_from=resume_from)
 
 
 def _with_strategy(train: TrainConfig, strategy: str) -> TrainConfig:
     if strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {strategy!r}", f"known: {', '.join(STRATEGIES)}")
-    changed = replace(train, strategy=strategy)  # type: ignore[arg-type]  # checked against the same names just above
-    return changed if free_partition(strategy) else replace(changed, partition="auto", hierarchical="auto")
+    return replace(
+        train,
+        strategy=strategy,  # type: ignore[arg-type]  # checked against the same names just above
+        partition=train.partition if free_partition(strategy) else "auto",
+        hierarchical=train.hierarchical if strategy == "mics" else "auto",
+    )

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Sequence
 from typing import Any
 
 from mics.config import RunConfig
 
-from micsctl.errors import UsageError
+from micsctl.errors import MicsctlError, UsageError
 from micsctl.remote import fanout
 from micsctl.remote.host import Host
 from micsctl.runs.model import Failure, NodeState, Run
+from micsctl.runs.shell import ALIVE
 
-# One line of JSON a run. The launcher is alive when its pid still runs this run's start.sh (pids are reused).
-_LIST = r"""
-cd .micsctl/runs 2>/dev/null || exit 0
-for id in */; do
-  id=${id%/}; [ -f "$id/run.json" ] || continue
-  alive=false; pid=$(cat "$id/pid" 2>/dev/null)
-  if [ -n "$pid" ] && [ "$(readlink "/proc/$pid/cwd")" = "$PWD/$id" ]; then alive=true; fi
-  code=$(cat "$id/exit" 2>/dev/null); last=$(tail -n 1 "$id/metrics.jsonl" 2>/dev/null)
+# One line of JSON a run.
+_LIST = (
+    ALIVE
+    + r"""
+for folder in .micsctl/runs/*/; do (
+  cd "$folder" && [ -f run.json ] || exit 0
+  if alive; then alive=true; else alive=false; fi
+  code=$(cat exit 2>/dev/null); last=$(tail -n 1 metrics.jsonl 2>/dev/null)
   case $last in *'}') ;; *) last=null ;; esac
   printf '{"id":"%s","alive":%s,"exit":%s,"last":%s,"config":%s}\n' \
-    "$id" "$alive" "${code:-null}" "$last" "$(tr '\n' ' ' <"$id/run.json")"
-done
+    "$(basename "$folder")" "$alive" "${code:-null}" "$last" "$(tr '\n' ' ' <run.json)"
+) 2>/dev/null; done
 """
+)
 
 
 def list_runs(hosts: Sequence[Host]) -> list[Run]:
-    """Every run that any node knows, oldest first."""
+    """Every run that any node knows, oldest first. Raises MicsctlError for a run.json that cannot be read."""
     answers = fanout.each(hosts, lambda host: host.run(_LIST).stdout)
     folders: dict[str, dict[int, dict[str, Any]]] = {}
     for host, answer in zip(hosts, answers, strict=True):
@@ -52,9 +55,17 @@ def find_run(hosts: Sequence[Host], run_id: str | None) -> Run:
 def _run(run_id: str, by_node: dict[int, dict[str, Any]]) -> Run:
     entries = sorted(by_node.items())
     last: dict[str, Any] = next((entry["last"] for _, entry in entries if entry["last"]), {})
+    try:
+        config = RunConfig.from_json(json.dumps(entries[0][1]["config"]))
+    except ValueError as error:
+        raise MicsctlError(
+            f"cannot read run.json of run {run_id}",
+            f"{error}\nanother version of micsctl made it",
+            next=f"micsctl exec rm -r .micsctl/runs/{run_id}   (forgets the run; its checkpoints stay)",
+        ) from None
     return Run(
         run_id=run_id,
-        config=RunConfig.from_json(json.dumps(entries[0][1]["config"])),
+        config=config,
         nodes=tuple(NodeState(index, entry["alive"], entry["exit"]) for index, entry in entries),
         last_step=last.get("step"),
         last_loss=last.get("loss"),
@@ -64,11 +75,15 @@ def _run(run_id: str, by_node: dict[int, dict[str, Any]]) -> Run:
 def first_failure(hosts: Sequence[Host], run_id: str) -> Failure | None:
     """The rank that failed first, over all nodes; None where no node knows of one.
 
-    A rank that was killed from outside (a signal other than torchrun's own SIGTERM) is the cause even where its peers
-    noticed the broken connection a moment earlier.
+    A rank that a signal ended is the cause even where its peers noticed the broken connection a moment earlier. But
+    SIGTERM is what torchrun sends to the others, and with SIGABRT a rank ends itself, over a broken connection too.
     """
     found = [failure for failure in fanout.each(hosts, lambda host: _failure(host, run_id)) if failure]
-    return min(found, key=lambda f: (f.exit_code >= 0 or f.exit_code == -15, f.at_seconds), default=None)
+    return min(found, key=lambda f: (not _is_cause(f.exit_code), f.at_seconds), default=None)
+
+
+def _is_cause(exit_code: int) -> bool:
+    return exit_code < 0 and -exit_code not in (signal.SIGTERM, signal.SIGABRT)
 
 
 def _failure(host: Host, run_id: str) -> Failure | None:

@@ -32,6 +32,7 @@ _MEASURE_SECONDS = 0.5
 _MEASURED_RATIO = 24  # p3dn: 300 GB/s of NVLink against 12.5 GB/s of network
 _PROBE = """
 set -e
+echo 1 >/proc/sys/net/ipv4/ip_forward
 ip link add name va type veth peer name vb
 ip link add name br0 type bridge
 ip rule add iif vb lookup 100

@@ -223,6 +223,8 @@ def serve(folder: SandboxFolder, config: Config, ready: Callable[[], None]) -> N
         while not stop.wait(0.2):
             if started.ended and started.ended.is_set():
                 break  # somebody killed the process that holds all nodes: nothing is left to serve
+            if not folder.lock.exists():
+                break  # somebody removed the folder: nobody could find this server to stop it
     finally:
         hosts.close()
 

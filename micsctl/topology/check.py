@@ -30,13 +30,17 @@ class Finding:
     next: str = ""
 
 
-def check(topology: Topology, *, efa_devices_expected: int, devices_expected: int | None = None) -> tuple[Finding, ...]:
+def check(
+    topology: Topology, *, nodes_expected: int, efa_devices_expected: int, devices_expected: int | None = None
+) -> tuple[Finding, ...]:
     """Findings in node order.
 
+    nodes_expected         as many as were brought up; one of them may have ended since
     efa_devices_expected   of the instance type, per node (0 where it has no EFA)
     devices_expected       GPUs of the instance type, per node; None = only that all nodes agree
     """
     return (
+        *_missing(topology, nodes_expected),
         *_devices(topology, devices_expected),
         *_efa(topology, efa_devices_expected),
         *_links(topology),
@@ -45,10 +49,10 @@ def check(topology: Topology, *, efa_devices_expected: int, devices_expected: in
     )
 
 
-def fully_connected(node: NodeFacts) -> bool:
-    """Whether every two devices of the node share an NVLink."""
-    links = node.nvlinks
-    return bool(links) and all(links[i][j] > 0 for i in range(len(links)) for j in range(len(links)) if i != j)
+def _missing(topology: Topology, expected: int) -> list[Finding]:
+    there = len(topology.nodes)
+    text = f"the cluster has {_count(there, 'node')} where {expected} are expected"
+    return [Finding("error", None, text, "micsctl status")] if there < expected else []
 
 
 def _devices(topology: Topology, expected: int | None) -> list[Finding]:
@@ -108,10 +112,8 @@ def _links(topology: Topology) -> list[Finding]:
 
 def _clocks(topology: Topology) -> list[Finding]:
     middle = median(node.clock_offset_seconds for node in topology.nodes)
-    laptop = [
-        Finding("warning", None, f"this machine's clock is {_skew(-middle)} that of the nodes")
-        for _ in range(abs(middle) > _SKEW_SECONDS)
-    ]
+    text = f"this machine's clock is {_skew(-middle)} that of the nodes"
+    laptop = [Finding("warning", None, text)] if abs(middle) > _SKEW_SECONDS else []
     return laptop + [
         Finding(
             "warning",

@@ -14,8 +14,6 @@ from micsctl.topology.facts import node_facts
 from micsctl.topology.model import CpuDevices, NodeFacts, Topology
 from micsctl.topology.order import order
 
-__all__ = ["CpuDevices", "clock_offset_seconds", "discover"]
-
 
 def discover(
     cluster: Cluster,

@@ -14,6 +14,11 @@ class Device:
     memory_bytes: int
     numa_node: int | None  # None = unknown
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is a worker process and no GPU (topology/facts.py names both)."""
+        return self.name.upper().startswith("CPU")
+
 
 @dataclass(frozen=True)
 class CpuDevices:
@@ -33,7 +38,7 @@ class NodeFacts:
     private_ip: str
     interface: str  # the one that carries private_ip; "lo" where nodes share a machine's loopback
     devices: tuple[Device, ...]
-    nvlinks: tuple[tuple[int, ...], ...]  # nvlinks[i][j] = bonded links between devices i and j; () on a CPU node
+    nvlinks: tuple[tuple[int, ...], ...]  # nvlinks[i][j] = bonded links between devices i and j; () = none known
     efa_devices: tuple[str, ...]
     cpus: int
     memory_bytes: int

@@ -67,7 +67,8 @@ def tiny_run(tmp_path):
             "checkpoint": CheckpointConfig(str(checkpoints), every),
         }
         train = TrainConfig(**{**settings, **train})
-        return RunConfig("tiny", train, nodes, devices, interface, str(resume_from) if resume_from else None)
+        checkpoint = str(resume_from) if resume_from else None
+        return RunConfig("tiny", train, nodes, devices, interface=interface, resume_from=checkpoint)
 
     return make
 

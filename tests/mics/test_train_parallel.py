@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from mics.checkpoint import newest_whole
 from mics.errors import RunRefusedError
 from mics.init import materialise
 from mics.job import prepare
@@ -172,12 +173,17 @@ def refusals(runs):
     return texts
 
 
-def save_and_refuse(run, folder, runs):
+def save_refuse_and_diverge(run, folder, runs, wild):
     train_runs({"saved": run}, folder)
-    return refusals(runs)
+    texts = refusals(runs)
+    with pytest.raises(FloatingPointError, match="step 2: loss nan"):
+        train_runs({"wild": wild}, folder)
+    return texts
 
 
-def test_runs_that_cannot_be_are_refused_on_every_rank(run_ranks, tiny_run, tmp_path):
+def test_runs_that_cannot_be_are_refused_on_every_rank_and_a_loss_that_is_no_number_is_not_saved(
+    run_ranks, tiny_run, tmp_path
+):
     one = {"nodes": 1, "devices": 2}
     saved = tiny_run(**one, every=3)
     other = ModelShape(hidden=12, layers=3, heads=3, positions=16)
@@ -189,6 +195,7 @@ def test_runs_that_cannot_be_are_refused_on_every_rank(run_ranks, tiny_run, tmp_
         tiny_run(**one, data=(str(tmp_path / "empty"),)),
         tiny_run(**one, every=1, checkpoints="/proc/nosuch"),
     ]
+    wild = tiny_run(**one, every=2, checkpoints=tmp_path / "wild", lr=1e300, warmup=0)
     expected = [
         "holds no whole checkpoint",
         "layers 2 instead of 3",
@@ -196,7 +203,8 @@ def test_runs_that_cannot_be_are_refused_on_every_rank(run_ranks, tiny_run, tmp_
         "found 0 bytes, one step needs 65",
         "train.checkpoint.path /proc/nosuch cannot be written",
     ]
-    on_ranks = run_ranks(save_and_refuse, ranks=2, run=saved, folder=tmp_path, runs=bad)
+    on_ranks = run_ranks(save_refuse_and_diverge, ranks=2, run=saved, folder=tmp_path, runs=bad, wild=wild)
     assert on_ranks[0] == on_ranks[1]
     for text, part in zip(on_ranks[0], expected, strict=True):
         assert part in text
+    assert newest_whole(tmp_path / "wild" / "tiny") is None

@@ -4,6 +4,7 @@ import io
 import json
 import math
 
+import mics.metrics
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from mics.checkpoint import Progress
 from mics.collectives import STAGES, StageCount
 from mics.errors import RunRefusedError
 from mics.init import key_of, materialise
-from mics.metrics import RankStep, StepLog, lines_until, readable, record_of, sent_bytes
+from mics.metrics import InterfaceCounter, RankStep, StepLog, lines_until, readable, record_of, sent_bytes
 from mics.models.gpt import IGNORED, build_on_meta, summed_loss
 from mics.optim import adamw, learning_rate
 from mics.paths import on_this_node
@@ -168,6 +169,25 @@ def test_bytes_sent_are_read_from_the_kernels_table():
     assert sent_bytes("ens5", TABLE) == 55555555
     with pytest.raises(RunRefusedError, match="interface eth9 is not on this node; it has lo, ens5"):
         sent_bytes("eth9", TABLE)
+
+
+def test_the_counter_leaves_out_what_a_checkpoint_sends(tmp_path, monkeypatch):
+    table = tmp_path / "dev"
+    monkeypatch.setattr(mics.metrics, "INTERFACES", table)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+
+    def sent(total):
+        table.write_text(TABLE.replace("55555555", str(total)))
+
+    sent(1000)
+    counter = InterfaceCounter("ens5")
+    sent(1500)
+    assert counter.take() == 500
+    sent(9000)
+    counter.restart()
+    sent(9070)
+    assert counter.take() == 70
+    assert InterfaceCounter(None).take() == 0
 
 
 def test_a_resumed_log_keeps_the_steps_that_do_not_come_again():

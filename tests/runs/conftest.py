@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +29,7 @@ class LocalHost:
         return f"node {self.index} (i-{self.index})"
 
     def _popen(self, command: str) -> subprocess.Popen[str]:
-        environment = {"HOME": str(self.home), "PATH": os.environ["PATH"]}
+        environment = {"HOME": str(self.home), "PWD": str(self.home), "PATH": os.environ["PATH"]}  # as after a login
         pipe = subprocess.PIPE
         return subprocess.Popen(
             ["bash", "-c", command], cwd=self.home, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe,
@@ -76,7 +78,19 @@ def hosts(tmp_path: Path) -> Iterator[list[LocalHost]]:
         wrapper.chmod(0o755)
         made.append(LocalHost(index, home))
     yield made
-    subprocess.run(["pkill", "-9", "-f", str(tmp_path)], check=False, timeout=10)
+    for pid in processes_with(f"HOME={tmp_path}/home"):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def processes_with(setting: str) -> list[int]:
+    """Processes in whose environment a variable begins like this (`NAME=value`)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if b"\0" + setting.encode() in b"\0" + path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
 
 
 def facts(index: int, *, interface: str = "lo") -> NodeFacts:

@@ -17,7 +17,7 @@ import pytest
 from mics.config import RunConfig, TrainConfig
 
 from micsctl import resources
-from micsctl.errors import JobError, UsageError
+from micsctl.errors import JobError, MicsctlError, UsageError
 from micsctl.runs import code
 from micsctl.runs.environment import environment
 from micsctl.runs.follow import follow, how_it_ended
@@ -27,6 +27,8 @@ from micsctl.runs.model import Failure, Run, Status, checked_run_id, new_run_id
 from micsctl.runs.state import first_failure, list_runs
 from micsctl.runs.stop import stop
 from micsctl.topology.model import Topology
+
+from .conftest import processes_with
 
 Hosts = list[Any]
 
@@ -63,17 +65,6 @@ class Seen:
 
     def output(self, line: str) -> None:
         self.output_lines.append(line)
-
-
-def processes_of(run_id: str) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"MICS_RUN_ID={run_id}".encode() in path.read_bytes().split(b"\0"):
-                found.append(path.parent.name)
-        except OSError:
-            continue
-    return found
 
 
 @pytest.mark.distributed
@@ -122,7 +113,7 @@ def test_the_first_failed_rank_is_named_and_nothing_is_left(
         follow(hosts, config.run_id, Seen(), poll_seconds=0.2, grace_seconds=1)
     assert "rank 3 on node 1 (i-1) was killed by SIGKILL" in raised.value.what
     assert "about to die" in raised.value.why
-    assert processes_of(config.run_id) == []
+    assert processes_with(f"MICS_RUN_ID={config.run_id}") == []
     assert list_runs(hosts)[0].status is Status.FAILED
 
 
@@ -156,10 +147,8 @@ def test_stop_asks_first_and_ends_only_its_own_run(
         for host in hosts:
             host.run(f"until [ $(ls .micsctl/runs/{config.run_id}/up* 2>/dev/null | wc -l) = 2 ]; do sleep 0.1; done")
         stop(hosts, config.run_id, grace_seconds=20)
-        assert processes_of(config.run_id) == []
+        assert processes_with(f"MICS_RUN_ID={config.run_id}") == []
         assert other.poll() is None
-        for host in hosts:
-            host.run(f"until [ -f .micsctl/runs/{config.run_id}/exit ]; do sleep 0.1; done")
         assert list_runs(hosts)[0].status is Status.STOPPED
     finally:
         other.kill()
@@ -171,8 +160,29 @@ def test_a_port_in_use_is_named(hosts: Hosts, topology: Topology) -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=f"port {port} is in use on node 0"):
+        with pytest.raises(UsageError, match=f"port {port} of node 0") as raised:
             start(hosts, topology, config_of(topology), master_port=port)
+    assert "in use" in raised.value.why
+
+
+def test_without_a_python_on_the_node_no_port_is_blamed(hosts: Hosts, topology: Topology) -> None:
+    (hosts[0].home / ".micsctl/python").unlink()
+    with pytest.raises(MicsctlError) as raised:
+        start(hosts, topology, config_of(topology))
+    assert "port" not in raised.value.what
+
+
+def test_a_run_that_starts_on_some_nodes_only_is_ended(
+    hosts: Hosts, topology: Topology, trainer: Callable[[str], None]
+) -> None:
+    """The second node cannot write: the first must not hold its devices and wait for it."""
+    trainer("time.sleep(600)\n")
+    config = config_of(topology)
+    (hosts[1].home / f".micsctl/runs/{config.run_id}/pid").mkdir(parents=True)
+    with pytest.raises(MicsctlError, match="node 1"):
+        start(hosts, topology, config)
+    assert processes_with(f"MICS_RUN_ID={config.run_id}") == []
+    assert list_runs(hosts[:1])[0].status is not Status.RUNNING
 
 
 def test_the_log_of_a_rank_is_on_the_node_that_has_it(hosts: Hosts, topology: Topology) -> None:
@@ -227,6 +237,7 @@ def test_environment_sets_no_efa_switches(topology: Topology) -> None:
     gpu = replace(topology.nodes[0], nvlinks=((0, 12), (12, 0)), interface="ens32")
     assert environment(gpu)["NCCL_SOCKET_IFNAME"] == "ens32"
     assert not [key for key in environment(gpu) if key.startswith(("FI_", "NCCL_PROTO", "NCCL_ALGO", "RDMAV"))]
+    assert environment(replace(gpu, nvlinks=()))["NCCL_SOCKET_IFNAME"] == "ens32"  # its driver gives no table of links
     assert environment(topology.nodes[0])["GLOO_SOCKET_IFNAME"] == "lo"
 
 
@@ -241,6 +252,14 @@ def test_a_kill_from_outside_is_the_cause_even_when_peers_noticed_earlier(hosts:
     found = first_failure(hosts, "r")
     assert found
     assert (found.rank, found.node) == (3, "node 1 (i-1)")
+
+
+def test_an_abort_over_a_broken_connection_is_no_kill_from_outside(hosts: Hosts) -> None:
+    hosts[0].write(".micsctl/runs/r/failure.json", failure(rank=1, at_seconds=101, exit_code=-6))
+    hosts[1].write(".micsctl/runs/r/failure.json", failure(rank=3, at_seconds=100, exit_code=1))
+    found = first_failure(hosts, "r")
+    assert found
+    assert found.rank == 3
 
 
 @pytest.mark.parametrize(

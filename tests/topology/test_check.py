@@ -1,19 +1,28 @@
 from __future__ import annotations
 
-from micsctl.topology.check import check, fully_connected
+from micsctl.topology.check import check
 from micsctl.topology.model import NodeFacts, Topology
 
 from .conftest import NV12, make_node
 
 
-def found(*nodes: NodeFacts, efa: int = 4, devices: int | None = None) -> list[tuple[str, int | None, str]]:
-    findings = check(Topology(nodes), efa_devices_expected=efa, devices_expected=devices)
+def found(
+    *nodes: NodeFacts, expected: int = 1, efa: int = 4, devices: int | None = None
+) -> list[tuple[str, int | None, str]]:
+    findings = check(Topology(nodes), nodes_expected=expected, efa_devices_expected=efa, devices_expected=devices)
     return [(finding.level, finding.node, finding.text) for finding in findings]
 
 
 def test_a_healthy_cluster() -> None:
     assert found(*(make_node(i) for i in range(4)), devices=4) == []
     assert found(make_node(0, nvlinks=(), efa=0), efa=0) == []
+
+
+def test_a_cluster_that_has_lost_a_node_is_not_launched_on() -> None:
+    ((level, node, text),) = found(make_node(0), make_node(2), expected=3)
+    assert (level, node) == ("error", None)
+    assert "has 2 nodes where 3 are expected" in text
+    assert found(make_node(0), make_node(1), expected=1) == []
 
 
 def test_missing_efa_devices() -> None:
@@ -42,12 +51,6 @@ def test_a_lost_nvlink() -> None:
     assert (level, node) == ("error", 0)
     ((level, node, _),) = found(make_node(0), make_node(1, nvlinks=()))
     assert (level, node) == ("warning", 1)
-
-
-def test_fully_connected() -> None:
-    assert fully_connected(make_node(0))
-    assert not fully_connected(make_node(0, nvlinks=((0, 4, 0), (4, 0, 0), (0, 0, 0))))
-    assert not fully_connected(make_node(0, nvlinks=()))
 
 
 def test_clocks() -> None:

@@ -98,9 +98,7 @@ class RunConfig:
     train: TrainConfig
     nodes: int
     devices_per_node: int
-    node_order: tuple[
-        int, ...
-    ] = ()  # cluster index of the node that gets ranks 0..k-1, of the next, ...; () = as they are
+    node_order: tuple[int, ...] = ()  # cluster index of the node with ranks 0..k-1, of the next, ...; () = as they are
     interface: str | None = None  # network interface whose counters give the traffic; None = count in the communicators
     resume_from: str | None = None  # folder of one whole checkpoint
     sync_token: str = ""  # what rank 0 writes below checkpoint.path and every node must read

@@ -11,9 +11,10 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
 
@@ -22,9 +23,7 @@ def main(arguments: list[str]) -> int:
     try:
         run(parse_args(torchrun_arguments))  # type: ignore[no-untyped-call]  # torch leaves both untyped
     except ChildFailedError as error:
-        # torchrun ends the other ranks with SIGTERM: such an end is a consequence, whatever the time stamps say
-        causes = {r: f for r, f in error.failures.items() if f.exitcode != -signal.SIGTERM} or error.failures
-        rank, failure = min(causes.items(), key=lambda item: item[1].timestamp)
+        rank, failure = first_failure(error.failures)
         account = {
             "rank": rank,
             "local_rank": failure.local_rank,
@@ -38,6 +37,23 @@ def main(arguments: list[str]) -> int:
         os.replace(partial, target)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return 0
+
+
+def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that failed first, and how.
+
+    Time stamps are whole seconds (torch 2.13, `ProcessFailure`), so they do not decide alone. A rank that a signal
+    ended comes first; but with SIGABRT ranks end themselves, over a broken connection too; and SIGTERM is what torchrun
+    sends to the others.
+    """
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[int, int]:
+        code, seconds = item[1].exitcode, item[1].timestamp
+        if code == -signal.SIGTERM:
+            return 2, seconds
+        return (1 if code >= 0 or code == -signal.SIGABRT else 0), seconds
+
+    return min(failures.items(), key=order)
 
 
 if __name__ == "__main__":

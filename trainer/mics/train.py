@@ -80,10 +80,10 @@ def train(job: Job, folder: Path, signals: Sequence[int]) -> bool:
         mine = RankStep(loss, bool(signals), job.interface.take(), memory_bytes(), stages)
         ranks = exchange(mine, job.device)
         record = record_of(ranks, run, progress, tokens=int(tokens), grad_norm=grad_norm, lr=lr, step_seconds=seconds)
-        if log:
-            log.write(record)
         if not math.isfinite(record["loss"] + grad_norm):
             raise FloatingPointError(f"step {progress.step}: loss {record['loss']}, gradient norm {grad_norm}")
+        if log:
+            log.write(record)
         stopping = any(rank.stopping for rank in ranks)
         if due(progress.step, every=t.checkpoint.every, last=stopping or progress.step == t.steps):
             save(node_path(run.checkpoint_folder), job.model, job.optimizer, progress, t.shape)
