@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from micsctl.spec import Spec
 
 ROOT = Path(__file__).parents[1]

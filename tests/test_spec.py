@@ -159,6 +159,8 @@ def test_a_model_may_be_a_shape() -> None:
         ("train: {model: {hidden: 10, layrs: 3}}", 1, ("'train.model.layrs'", "'layers'", "train.model.heads")),
         ("train: {model: {hidden: x, layers: 3, heads: 3}}", 1, ("train.model.hidden", 'got "x"')),
         ("train: {strategy: foo}", 1, ("train.strategy", "'zero3'")),
+        ("train: {strategy: {a: 1}}", 1, ("train.strategy", 'got {"a": 1}')),
+        ("name: {a: 1}", 1, ("name", "valid string")),
         ("train: {partition: x}", 1, ("train.partition", "integer or 'auto'")),
         ("train: {partition: 1.5}", 1, ("train.partition", "got 1.5")),
         ("train: {partition: 0}", 1, ("partition must be at least 1, got 0",)),
@@ -264,6 +266,7 @@ def test_flags_win_over_the_file() -> None:
     spec = override(parse("name: a\ncluster: {region: us-east-1, nodes: 7}"), name="b", region="eu-west-1")
     assert (spec.name, spec.cluster.region, spec.cluster.nodes) == ("b", "eu-west-1", 7)
     assert override(spec) == spec
+    assert override(spec, ttl="90m").cluster.ttl == timedelta(minutes=90)
     with pytest.raises(UsageError) as caught:
         override(spec, name="Not A Name")
     assert "name" in caught.value.why

@@ -112,8 +112,8 @@ def _link_table(node: NodeFacts) -> Table:
     if not node.nvlinks:
         on_cpu = all(device.on_cpu for device in node.devices)
         joined = "worker processes, joined by its loopback" if on_cpu else "how they are linked is unknown"
-        rows = tuple((str(device.index), device.name, _numa(device)) for device in node.devices)
-        return Table(f"devices of a node: {joined}", ("device", "kind", "NUMA"), rows)
+        devices = tuple((str(device.index), device.name, _numa(device)) for device in node.devices)
+        return Table(f"devices of a node: {joined}", ("device", "kind", "NUMA"), devices)
     columns = ("device", "NUMA", *(str(device.index) for device in node.devices))
     rows = tuple(
         (

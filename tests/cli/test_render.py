@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from micsctl.cli.render import Render, plain
+from micsctl.cli.render import Render, RunView, plain
 from micsctl.cluster.model import Cluster, Node
 from micsctl.errors import PartialError
 from micsctl.report.table import Table
@@ -55,6 +55,23 @@ def test_quiet_keeps_results_and_errors(capsys: pytest.CaptureFixture[str]) -> N
     captured = capsys.readouterr()
     assert captured.out == "answer\n"
     assert captured.err == "micsctl: broken\n"
+
+
+def test_a_loss_that_is_no_number_is_valid_json() -> None:
+    assert json.dumps(plain({"loss": float("nan"), "norm": float("inf"), "step": 1.5})) == (
+        '{"loss": null, "norm": null, "step": 1.5}'
+    )
+
+
+def test_the_time_that_is_left_fits_a_run_that_was_joined_late(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed run begins at step 11, and `logs -f` gets all steps so far at once."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    view = RunView(Render(), 20)
+    for step in (11, 12):
+        view.metrics({"step": step, "step_seconds": 2.0})
+    assert "step 12/20  left 16.0 s" in capsys.readouterr().err
 
 
 def test_plain_knows_every_value_we_hold() -> None:

@@ -75,6 +75,14 @@ def largest_difference(one, other):
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
+def without_key_bias(weights):
+    """The softmax cancels the keys' bias: its gradient is rounding alone, which Adam blows up to full steps."""
+    return {
+        name: torch.cat([p.chunk(3)[0], p.chunk(3)[2]]) if name.endswith("qkv.bias") else p
+        for name, p in weights.items()
+    }
+
+
 @pytest.fixture
 def odd_text(tmp_path):
     """21 windows of 16 bytes, the last of 5: three steps of 8 sequences enter a second epoch and meet the short one."""
@@ -157,7 +165,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(run_ranks, tiny_run, tmp_path, o
     assert [[line[key] for key in exact] for line in same] == [[line[key] for key in exact] for line in straight[2:]]
     for name, (before, after, lines) in results.items():
         assert largest_difference(before, at_two) == 0, name
-        assert largest_difference(after, end) < 1e-6, name
+        assert largest_difference(without_key_bias(after), without_key_bias(end)) < 1e-6, name
         for line, expected in zip(lines, straight[2:], strict=True):
             assert (line["step"], line["samples"]) == (expected["step"], expected["samples"]), name
             assert line["loss"] == pytest.approx(expected["loss"], abs=1e-6), name

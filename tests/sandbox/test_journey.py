@@ -17,7 +17,8 @@ import pytest
 
 MICSCTL = Path(sys.executable).with_name("micsctl")
 ROOT = Path(__file__).parents[2]
-LEVELS = ["netns", "process"] if os.geteuid() == 0 else ["process"]
+# root walks at both levels, the second time with the slow tests
+LEVELS = ["netns", pytest.param("process", marks=pytest.mark.slow)] if os.geteuid() == 0 else ["process"]
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(400)]
 
 CONFIG = """
