@@ -29,13 +29,23 @@ def up(
 
     session = Session.of(options)
     spec = override(session.spec, ttl=ttl)
-    session.render.table(shown.intent(spec, session.sandbox))
+    session.render.table(shown.intent(spec, None if dry_run else session.sandbox, _planned(session)))
     if dry_run:
         session.render.result(spec.model_dump(mode="json"))
         return
     session.confirm(f"bring up {spec.cluster.nodes} x {spec.cluster.type}?")
     cluster = bring_up(session.aws, spec, session.files, report=session.render, open_hosts=open_hosts)
     session.render.result(cluster, shown.nodes(cluster), text=shown.next_lines(cluster))
+
+
+def _planned(session: Session) -> str:
+    """p and why, in one line; a cluster may be brought up for a model that nobody can plan for yet."""
+    from micsctl.planner.plan import plan
+
+    try:
+        return plan(session.spec.train, session.machines).reason
+    except UsageError as error:
+        return f"open: {error.what}"
 
 
 def status(options: Options) -> None:

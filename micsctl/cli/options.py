@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from micsctl.errors import Interrupted
+from micsctl.errors import Interrupted, MicsctlError
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,18 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             command(options, **values)
         except KeyboardInterrupt:  # here, since Typer would make exit code 1 of it
             raise Interrupted("stopped by Ctrl-C") from None
+        except MicsctlError as error:
+            error.next = with_flags(error.next, options)
+            raise
 
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + common
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Typer reads
     return wrapper
+
+
+def with_flags(hint: str, options: Options) -> str:
+    """The commands of a hint with the flags that this command was given, so that they mean the same cluster. Pure."""
+    flags = f" -c {options.config}" if options.config else ""
+    if options.name and " -n " not in hint:
+        flags += f" -n {options.name}"
+    return re.sub(r"\bmicsctl ((?!init|demo|sandbox)[a-z]+)", rf"micsctl \1{flags}", hint)

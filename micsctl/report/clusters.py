@@ -28,10 +28,12 @@ class SandboxFacts(Protocol):
     def shaped(self) -> bool: ...
 
 
-def intent(spec: Spec, sandbox: SandboxFacts | None) -> Table:
-    """What `up` is about to make."""
+def intent(spec: Spec, sandbox: SandboxFacts | None, planned: str) -> Table:
+    """What `up` is about to make; `planned` is the partition size with its reason."""
     cluster = spec.cluster
-    where = f"sandbox on this machine, level {sandbox.level}, {links(sandbox)}" if sandbox else cluster.region
+    where = cluster.region if spec.provider == "aws" else "sandbox on this machine"
+    if sandbox:
+        where += f", level {sandbox.level}, {links(sandbox)}"
     rows = (
         ("cluster", spec.name),
         ("nodes", f"{cluster.nodes} x {cluster.type}"),
@@ -39,6 +41,7 @@ def intent(spec: Spec, sandbox: SandboxFacts | None) -> Table:
         ("zones", ", ".join(cluster.zones) or "any that offers the type, one for all nodes"),
         ("reached by", "Elastic IP on node 0, the others through it"),
         ("ends itself", f"{format_duration(cluster.ttl)} after the start"),
+        ("partition size", planned),
     )
     return Table("", ("", " "), rows)
 

@@ -16,7 +16,7 @@ import pytest
 from mics.config import RunConfig, TrainConfig
 
 from micsctl.cli import app, clusters, demo, runs
-from micsctl.cli.options import Options
+from micsctl.cli.options import Options, with_flags
 from micsctl.cli.session import Session
 from micsctl.cluster.model import Cluster, Node
 from micsctl.errors import Interrupted, UsageError
@@ -162,3 +162,21 @@ def test_the_demo_asks_for_matplotlib_before_it_spends_minutes(tmp_path: Path, m
     with pytest.raises(UsageError, match="matplotlib"):
         demo.demo(Options(), tmp_path / "demo")
     assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "hint", "expected"),
+    [
+        (Options(), "micsctl up", "micsctl up"),
+        (
+            Options(name="x"),
+            "micsctl logs -f r   or   micsctl stop r",
+            "micsctl logs -n x -f r   or   micsctl stop -n x r",
+        ),
+        (Options(name="x"), "micsctl down -n x", "micsctl down -n x"),
+        (Options(name="x"), "micsctl init", "micsctl init"),
+        (Options(config=Path("a.yaml")), "micsctl up", "micsctl up -c a.yaml"),
+    ],
+)
+def test_hints_mean_the_same_cluster(options: Options, hint: str, expected: str) -> None:
+    assert with_flags(hint, options) == expected
