@@ -18,10 +18,8 @@ class InstanceType:
     """The facts about an instance type that `up` needs."""
 
     name: str
-    vcpus: int
     gpus: int
-    network_cards: tuple[int, ...]  # their indices
-    efa_cards: tuple[int, ...]  # those of them that take an EFA interface
+    efa_cards: tuple[int, ...]  # indices of the network cards that take an EFA interface
     cluster_placement: bool  # may stand in a cluster placement group
     nitro: bool  # its console can be read while it runs
 
@@ -32,9 +30,7 @@ def parse_type(raw: Mapping[str, Any]) -> InstanceType:
     cards = sorted(network.get("NetworkCards") or [{}], key=lambda card: int(card.get("NetworkCardIndex", 0)))
     return InstanceType(
         name=raw["InstanceType"],
-        vcpus=int(raw.get("VCpuInfo", {}).get("DefaultVCpus", 0)),
         gpus=sum(int(gpu["Count"]) for gpu in raw.get("GpuInfo", {}).get("Gpus", ())),
-        network_cards=tuple(int(card.get("NetworkCardIndex", 0)) for card in cards),
         efa_cards=_efa_cards(cards, int(network.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0))),
         cluster_placement="cluster" in raw.get("PlacementGroupInfo", {}).get("SupportedStrategies", ()),
         nitro=raw.get("Hypervisor") == "nitro" or bool(raw.get("BareMetal")),

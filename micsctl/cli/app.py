@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
+from typing import TYPE_CHECKING
 
-import typer
-
-from micsctl.cli import clusters, demo, runs, sandbox, setup
-from micsctl.cli.options import with_options
-from micsctl.cli.render import Render
+from micsctl.cli import signals
 from micsctl.errors import ExitCode, Interrupted, MicsctlError, UsageError
+
+if TYPE_CHECKING:
+    import typer
 
 _HELP = """Train large models with MiCS on AWS GPU machines, from a laptop.
 
@@ -23,9 +24,13 @@ still costs money), 7 health gate, 8 the remote job failed, 130 Ctrl-C.
 
 
 def build() -> typer.Typer:
-    app = typer.Typer(
-        help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
-    )
+    import typer
+
+    from micsctl.cli import clusters, demo, runs, sandbox, setup
+    from micsctl.cli.options import with_options
+
+    app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.callback(help=_HELP)(setup.common)
     for command in (
         setup.init,
         setup.version,
@@ -56,18 +61,27 @@ def build() -> typer.Typer:
 
 
 def main() -> None:
-    """Run the command line; every way out has its documented exit code."""
+    """Run the command line; every way out has its documented exit code.
+
+    Hardly anything is imported before, so that Ctrl-C finds this ready for it.
+    """
     arguments = sys.argv[1:]
-    render = Render(json="--json" in arguments)
-    verbose = bool({"-v", "--verbose"} & set(arguments))
+    as_json, verbose = "--json" in arguments, bool({"-v", "--verbose"} & set(arguments))
+    explained: MicsctlError
     try:
+        signals.count_as_ctrl_c()
+        _open_standard_streams()
         build()()
     except SystemExit as leaving:
-        if leaving.code == ExitCode.USAGE and render.json:  # Typer has explained it, on stderr only
-            render.error(UsageError("wrong command line", next="micsctl --help"))
-        raise
+        if leaving.code == ExitCode.INTERRUPTED:  # before the command began; Typer makes this of it, without a word
+            explained = Interrupted("stopped by Ctrl-C")
+        else:
+            signals.leave_at_once()
+            if leaving.code == ExitCode.USAGE and as_json:  # Typer has explained it, on stderr only
+                _explain(UsageError("wrong command line", next="micsctl --help"), as_json)
+            raise
     except KeyboardInterrupt:
-        explained: MicsctlError = Interrupted("stopped by Ctrl-C")
+        explained = Interrupted("stopped by Ctrl-C")
     except MicsctlError as error:
         explained = error
         if verbose:
@@ -76,8 +90,26 @@ def main() -> None:
         explained = _internal(error)
         if verbose:
             traceback.print_exc()
-    render.error(explained)
+    with signals.ignored():
+        _explain(explained, as_json)
+    signals.leave_at_once()
     sys.exit(explained.exit_code)
+
+
+def _explain(error: MicsctlError, as_json: bool) -> None:
+    from micsctl.cli.render import Render
+
+    Render(json=as_json).error(error)
+
+
+def _open_standard_streams() -> None:
+    """/dev/null in place of a standard stream that is closed: else the next file or socket would take its number."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
 
 
 def _internal(error: Exception) -> MicsctlError:

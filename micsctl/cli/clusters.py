@@ -22,7 +22,10 @@ def up(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be made, make nothing.")] = False,
     ttl: Annotated[str | None, typer.Option(help="The nodes end by themselves after this, e.g. 12h.")] = None,
 ) -> None:
-    """Bring the cluster up: network, placement group, nodes with EFA, SSH; or finish an earlier `up`."""
+    """Bring the cluster up, or finish an earlier `up`.
+
+    Network, placement group, nodes with EFA, SSH. Asks before it spends.
+    """
     from micsctl.cluster.up import up as bring_up
     from micsctl.remote.ssh import open_hosts
     from micsctl.spec import override
@@ -31,7 +34,7 @@ def up(
     spec = override(session.spec, ttl=ttl)
     session.render.table(shown.intent(spec, None if dry_run else session.sandbox, _planned(session)))
     if dry_run:
-        session.render.result(spec.model_dump(mode="json"))
+        session.render.result(spec.model_dump(mode="json"), text="nothing was made\nnext: micsctl up")
         return
     session.confirm(f"bring up {spec.cluster.nodes} x {spec.cluster.type}?")
     cluster = bring_up(session.aws, spec, session.files, report=session.render, open_hosts=open_hosts)
@@ -59,7 +62,10 @@ def status(options: Options) -> None:
 
 
 def topology(options: Options) -> None:
-    """Ask every node what it has: devices, links, EFA, clock, versions."""
+    """Ask every node what it has.
+
+    Devices, the links between them, EFA, clock, versions; and what is wrong with it.
+    """
     session = Session.of(options)
     cluster = session.cluster()
     with session.hosts(cluster) as hosts:
@@ -97,7 +103,7 @@ def exec_(
     options: Options,
     command: Annotated[list[str], typer.Argument(help="The command, run with bash on every node.")],
 ) -> None:
-    """Run a command on every node; exit code 8 where it fails on any."""
+    """Run a command on every node; exit code 8 where one fails."""
     from micsctl.remote import fanout
 
     session = Session.of(options)

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from micsctl.cli import signals
 from micsctl.cli.options import Options
 from micsctl.cli.render import Render, RunView
 from micsctl.cli.session import Session
-from micsctl.errors import ExitCode, JobError, MicsctlError, UsageError
+from micsctl.errors import ExitCode, Interrupted, JobError, MicsctlError, PartialError, UsageError
 from micsctl.home import Home
 from micsctl.report import clusters as cluster_report
 from micsctl.report import demo as demo_report
 from micsctl.report import plans as plan_report
 from micsctl.report.curve import Curve, curve, parse_metrics
-from micsctl.report.plot import require_matplotlib
 
 if TYPE_CHECKING:
     from mics.config import RunConfig
@@ -52,11 +51,14 @@ def demo(
     options: Options,
     output: Annotated[Path, typer.Option(help="Folder of report.html.")] = Path("demo"),
 ) -> None:
-    """The whole job on this machine: sandbox, up, topology, plan, ZeRO-3 and MiCS, a crash and resume, down."""
+    """Do the whole job on this machine, in a sandbox.
+
+    Sandbox, up, topology, plan, training with ZeRO-3 and with MiCS, a crash and its resume, down.
+    """
     render = Render(json=options.json, verbose=options.verbose, quiet=options.quiet)
     session = DemoSession(options, render, Home(Home.find().folder / "demo"))
+    _require_extras()
     _writable(output)
-    require_matplotlib()  # it is needed last, minutes from now
     started = time.monotonic()
     with _alone(session.home), _everything_ends(session):
         stage, zero3, mics = _train_both(session)
@@ -142,6 +144,7 @@ def _run_with_a_crash(session: DemoSession, hosts: list[Host], topology: Topolog
         session.render.note(f"  {error.what}")
     else:
         raise MicsctlError("the demo's crash did not happen", f"run {first.run_id} ended without it")
+    session.render.note(f"  going on from the checkpoint of run {first.run_id}")
     second = prepare(session.spec.train, topology, hosts, strategy="mics", resume=first.run_id)
     _start_and_follow(session, hosts, topology, second, RunView(session.render, second.train.steps))
     return curve("mics", [_metrics(hosts, first), _metrics(hosts, second)])
@@ -174,6 +177,7 @@ def _start_and_follow(
 
     with session.render.phase(f"start run {config.run_id}"):
         start(hosts, topology, config)
+    view.open()
     try:
         follow(hosts, config.run_id, view)
     finally:
@@ -205,25 +209,26 @@ def _leftovers(session: DemoSession) -> int:
 
 @contextmanager
 def _everything_ends(session: DemoSession) -> Iterator[None]:
-    """Whatever happens inside, the sandbox and all that ran in it are gone afterwards; SIGTERM counts as Ctrl-C."""
+    """Whatever happens inside, the sandbox and all that ran in it are gone afterwards."""
     from micsctl.sandbox import control
 
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    gone = "nothing is left of the demo; nothing costs money"
     try:
         yield
+    except (KeyboardInterrupt, Interrupted):
+        raise Interrupted("the demo was stopped by Ctrl-C", costs=gone) from None
+    except PartialError as error:  # what it lists goes below
+        raise MicsctlError(error.what, error.why, costs=gone) from error
+    except UsageError:
+        raise
+    except MicsctlError as error:
+        error.costs, error.next = gone, ""
+        raise
     finally:
-        patient = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop the cleaning
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        try:
+        with signals.ignored():  # a second Ctrl-C must not stop the cleaning
             with session.render.phase("sandbox stop"):
                 control.stop(session.home)
             shutil.rmtree(session.home.folder, ignore_errors=True)
-        finally:
-            signal.signal(signal.SIGINT, patient)
-            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -236,6 +241,18 @@ def _alone(home: Home) -> Iterator[None]:
         except BlockingIOError:
             raise UsageError("another demo is running", f"it holds {lock.name}", next="wait, or end it") from None
         yield
+
+
+def _require_extras() -> None:
+    """Before minutes are spent. Raises UsageError that names all that is missing, not one after the other."""
+    needed = {"torch": "trainer", "moto": "sandbox", "matplotlib": "report"}
+    missing = [f"{module} (extra {extra})" for module, extra in needed.items() if not find_spec(module)]
+    if missing:
+        raise UsageError(
+            "the demo needs more than the base install",
+            f"missing: {', '.join(missing)}",
+            next="make demo   or   pip install '.[trainer,sandbox,report]'   in a checkout of micsctl",
+        )
 
 
 def _writable(folder: Path) -> None:

@@ -58,7 +58,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(options, **values)
         except KeyboardInterrupt:  # here, since Typer would make exit code 1 of it
-            raise Interrupted("stopped by Ctrl-C") from None
+            next = with_flags("micsctl status   (what exists, and what costs money)", options)
+            raise Interrupted("stopped by Ctrl-C", next=next) from None
         except MicsctlError as error:
             error.next = with_flags(error.next, options)
             raise

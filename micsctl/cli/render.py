@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, is_dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import datetime, timedelta
 from enum import Enum
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from micsctl.errors import MicsctlError
@@ -28,6 +30,9 @@ class Render:
     json: bool = False
     verbose: bool = False
     quiet: bool = False
+    _notes: list[str] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )  # of each open phase, the last
 
     def result(self, value: Any, *tables: Table, text: str = "") -> None:
         """The command's answer: the value as JSON, or its tables and text."""
@@ -43,7 +48,7 @@ class Render:
         if self.json:
             return
         if sys.stdout.isatty():
-            _console(sys.stdout).print(_rich_table(table))
+            _print_rich(_console(sys.stdout), table)
         else:
             self.line(_text_table(table))
 
@@ -52,13 +57,27 @@ class Render:
         self.line(json.dumps(plain(value)))
 
     def line(self, text: str) -> None:
-        """A line of data, such as a log line. Flushed, so that a closed pipe is noticed here and not at exit."""
-        print(text, flush=True)
+        """A line of data, such as a log line. Flushed, so that a closed pipe is noticed here and not at exit.
+
+        Raises BrokenPipeError where the reader has gone, MicsctlError where the disk is full or the terminal is gone.
+        """
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is in the buffer must not fail again at exit
+            raise MicsctlError("cannot write to standard output", error.strerror or str(error)) from None
 
     def note(self, text: str) -> None:
-        """For the eye only."""
+        """For the eye only. Inside a phase it says what is waited for: indented, and once while it stays the same."""
+        if self._notes:
+            if text == self._notes[-1]:
+                return
+            self._notes[-1] = text
+            text = f"    {text}"
         if not self.quiet:
-            print(text, file=sys.stderr, flush=True)
+            _say(f"{text}\n")
 
     def detail(self, text: str) -> None:
         if self.verbose:
@@ -67,28 +86,31 @@ class Render:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """One row per phase with its elapsed time; on a terminal the row lives while the phase runs."""
-        started = time.monotonic()
+        started, word = time.monotonic(), "failed"
         live = sys.stderr.isatty() and not self.quiet
-        if live:
-            with _console(sys.stderr).status(f"{name} ..."):
+        self._notes.append("")
+        try:
+            with _console(sys.stderr).status(f"{name} ...") if live else nullcontext():
                 yield
-        else:
-            yield
-        self.note(f"  {name:<44} {format_seconds(time.monotonic() - started):>10}")
+            word = format_seconds(time.monotonic() - started)
+        finally:
+            self._notes.pop()
+            self.note(f"  {name:<44} {word:>10}")
 
     def confirm(self, question: str) -> bool:
-        print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+        _say(f"{question} [y/N] ")
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
     def error(self, error: MicsctlError) -> None:
         """The four parts; as JSON on stdout too where that was asked for."""
         if self.json:
-            self.line(json.dumps(error.as_json(), indent=2))
+            with suppress(OSError, MicsctlError):  # it may be that very output which cannot be written
+                self.line(json.dumps(error.as_json(), indent=2))
         lines = [f"micsctl: {error.what}"]
         lines += [f"  {line}" for line in error.why.splitlines()]
         lines += error.costs.splitlines()
         lines += [f"next: {error.next}"] if error.next else []
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        _say("\n".join(lines) + "\n")
 
 
 class RunView:
@@ -96,31 +118,45 @@ class RunView:
 
     def __init__(self, render: Render, steps: int) -> None:
         self._render, self._steps = render, steps
-        self._seen, self._seconds = 0, 0.0
+        self._seconds: list[float] = []
         self._live = sys.stderr.isatty() and not render.quiet
 
     def output(self, line: str) -> None:
         if not self._render.quiet:
             self._clear()
-            print(line, file=sys.stderr if self._render.json else sys.stdout, flush=True)
+            (self._render.note if self._render.json else self._render.line)(line)
 
     def metrics(self, line: dict[str, Any]) -> None:
-        self._seen, self._seconds = self._seen + 1, self._seconds + line["step_seconds"]
+        self._seconds.append(line["step_seconds"])
         if self._live:
             step, total = line["step"], self._steps
-            left = (total - step) * self._seconds / self._seen
-            filled = int(24 * step / total)
-            bar = "━" * filled + "╌" * (24 - filled)
-            sys.stderr.write(f"\r\x1b[K{bar} step {step}/{total}  left {format_seconds(left)}")
-            sys.stderr.flush()
+            seconds = (total - step) * median(self._seconds)  # as the trainer reckons it
+            left = f"{seconds:.0f} s" if seconds < 60 else format_seconds(seconds)
+            self._draw(step, f"{left} left" if step < total else "ending")
+
+    def open(self) -> None:
+        """The bar before the first step, which is seconds to minutes away."""
+        if self._live:
+            self._draw(0, "waiting for the first step")
 
     def close(self) -> None:
         self._clear()
 
+    def _draw(self, step: int, text: str) -> None:
+        filled = int(24 * step / self._steps)
+        bar = "━" * filled + "╌" * (24 - filled)
+        _say(f"\r\x1b[K{bar} step {step}/{self._steps}  {text}")
+
     def _clear(self) -> None:
         if self._live:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+            _say("\r\x1b[K")
+
+
+def _say(text: str) -> None:
+    """To standard error. A terminal that is gone must not stop the work, and above all not the cleaning up."""
+    with suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def plain(value: Any) -> Any:
@@ -148,24 +184,32 @@ def _console(stream: Any) -> Console:
     return Console(file=stream, highlight=False)
 
 
-def _rich_table(table: Table) -> Any:
+def _print_rich(console: Console, table: Table) -> None:
+    """Title and caption have lines of their own: inside the table they would be wrapped to its width."""
     from rich import box
     from rich.table import Table as RichTable
+    from rich.text import Text
 
-    caption = table.caption or None
-    drawn = RichTable(
-        title=table.title, caption=caption, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left"
-    )
+    drawn = RichTable(box=box.SIMPLE_HEAD, show_header=_has_header(table), show_edge=False)
     for column in table.columns:
-        drawn.add_column(column, justify="right" if column in table.numeric else "left")
+        drawn.add_column(Text(column), justify="right" if column in table.numeric else "left")
     for row in table.rows:
-        drawn.add_row(*row)
-    return drawn
+        drawn.add_row(*map(Text, row))  # as text: a [bracket] is no markup
+    if table.title:
+        console.print(Text(table.title, style="bold"))
+    console.print(drawn)
+    if table.caption:
+        console.print(Text(table.caption, style="dim"))
+    console.print()
+
+
+def _has_header(table: Table) -> bool:
+    return any(column.strip() for column in table.columns)
 
 
 def _text_table(table: Table) -> str:
     """Aligned columns, two blanks between them: stable for pipes and tests."""
-    rows: Sequence[tuple[str, ...]] = (table.columns, *table.rows)
+    rows: Sequence[tuple[str, ...]] = (table.columns, *table.rows) if _has_header(table) else table.rows
     widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
     right = [column in table.numeric for column in table.columns]
     lines = [

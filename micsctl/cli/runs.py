@@ -25,7 +25,7 @@ RunId = Annotated[str | None, typer.Argument(help="Id of the run; default: the n
 
 
 def plan(options: Options) -> None:
-    """Choose the partition size and say why. Costs nothing and needs no cluster."""
+    """Choose the partition size and say why; needs no cluster."""
     from micsctl.planner.plan import plan as make_plan
 
     session = Session.of(options)
@@ -41,7 +41,10 @@ def launch(
     skip_gate: Annotated[bool, typer.Option("--skip-gate", help="Launch on nodes that fail the checks too.")] = False,
     master_port: Annotated[int | None, typer.Option(help="TCP port of the rendezvous.", min=1, max=65535)] = None,
 ) -> None:
-    """Train: plan for the machines that are there, ship the trainer, start it on every node, and watch it."""
+    """Train on the cluster, and watch.
+
+    Plans for the machines that are there, ships the trainer and starts it on every node.
+    """
     from micsctl.runs.launch import start
     from micsctl.runs.prepare import prepare
 
@@ -91,7 +94,11 @@ def runs(options: Options) -> None:
     cluster = session.cluster()
     with session.hosts(cluster) as hosts:
         found = list_runs(hosts)
-    session.render.result([run_report.summary(run) for run in found], run_report.table(found))
+    summaries = [run_report.summary(run) for run in found]
+    if found:
+        session.render.result(summaries, run_report.table(found))
+    else:
+        session.render.result(summaries, text="no run yet\nnext: micsctl launch")
 
 
 def stop(
@@ -110,7 +117,7 @@ def stop(
         with session.render.phase(f"stop run {run_id}"):
             end(hosts, run_id, grace_seconds=grace)
         found = find_run(hosts, run_id)
-    session.render.result(run_report.summary(found), text=f"run {run_id}: {found.status}")
+    session.render.result(run_report.summary(found), text=run_report.after_stop(found))
 
 
 def _checked(run: str | None) -> str | None:
@@ -141,6 +148,7 @@ def _watch(session: Session, hosts: list[Host], config: RunConfig) -> None:
     goes_on = f"run {run_id} goes on, and so does what the machines cost"
     next = f"micsctl logs -f {run_id}   or   micsctl stop {run_id}"
     view = RunView(session.render, config.train.steps)
+    view.open()
     try:
         follow(hosts, run_id, view)
     except KeyboardInterrupt:

@@ -9,11 +9,12 @@ import typer
 
 from micsctl.cli.options import Options
 from micsctl.cli.session import Session
-from micsctl.errors import UsageError
+from micsctl.errors import ExitCode, UsageError
 from micsctl.report.clusters import links
 
 if TYPE_CHECKING:
     from micsctl.sandbox.control import SandboxInfo
+    from micsctl.sandbox.state import Leftovers
 
 
 def _public(info: SandboxInfo) -> dict[str, Any]:
@@ -46,12 +47,29 @@ def status(options: Options) -> None:
 
 
 def stop(options: Options) -> None:
-    """End the sandbox with everything in it, and prove that nothing is left."""
+    """End the sandbox with all in it; prove that nothing is left."""
     from micsctl.sandbox import control
 
     session = Session.of(options)
     left = control.stop(session.home)
-    session.render.result(left.as_json(), text=f"left behind: {left.total}")
+    here = left.total - len(left.resources)  # emulated resources that were left end with the emulator
+    session.render.result(left.as_json(), text="\n".join(_after_stop(left)))
+    if here:
+        raise typer.Exit(ExitCode.FAILURE)
+
+
+def _times(left: int | None) -> str:
+    if left is None:
+        return "every time"
+    return f"{left} more {'time' if left == 1 else 'times'}" if left else "used up"
+
+
+def _after_stop(left: Leftovers) -> list[str]:
+    lines = [f"{len(left.resources)} emulated resources ended with it"] if left.resources else []
+    kept = [
+        f"left behind: {kind}: {name}" for kind, names in asdict(left).items() if kind != "resources" for name in names
+    ]
+    return lines + (kept or ["no sandbox runs; nothing is left on this machine"])
 
 
 def fault(
@@ -76,7 +94,5 @@ def fault(
             "a fault needs an action and a code", "", next="micsctl sandbox fault RunInstances VcpuLimitExceeded"
         )
     faults = control.faults(session.home)
-    lines = [
-        f"{f.action} -> {f.code}{f' in {f.zone}' if f.zone else ''}, {f.times or 'any number of'} times" for f in faults
-    ]
+    lines = [f"{f.action} -> {f.code}{f' in {f.zone}' if f.zone else ''}: {_times(f.times)}" for f in faults]
     session.render.result(faults, text="\n".join(lines) or "no faults are set")

@@ -46,7 +46,7 @@ class Session:
         """Flag > MICSCTL_* > file > AWS_REGION > default."""
         from micsctl import spec as specs
 
-        path = self.options.config or specs.find_file(Path.cwd())
+        path = self.options.config or _find_file()
         spec = specs.load(path) if path else specs.Spec()
         said_in_file = "region" in spec.cluster.model_fields_set
         region = self.options.region or (None if said_in_file else os.environ.get("AWS_REGION"))
@@ -61,9 +61,11 @@ class Session:
         """The sandbox, started on first use; None for a real provider."""
         if self.spec.provider != "sandbox":
             return None
+        from micsctl.cluster.interrupts import interrupt_afterwards
         from micsctl.sandbox import control
 
-        return control.ensure(self.home, self.spec.sandbox, self.spec.cluster.ssh_user)
+        with interrupt_afterwards():  # a server that is just starting could not be found, and so not be stopped
+            return control.ensure(self.home, self.spec.sandbox, self.spec.cluster.ssh_user)
 
     @cached_property
     def settings(self) -> AwsSettings:
@@ -132,3 +134,12 @@ class Session:
             raise UsageError("this costs money and nobody can be asked", "there is no terminal", next="add --yes")
         if not self.render.confirm(question):
             raise UsageError("not confirmed", "nothing was done")
+
+
+def _find_file() -> Path | None:
+    from micsctl.spec import find_file
+
+    try:
+        return find_file(Path.cwd())
+    except FileNotFoundError:
+        raise UsageError("the current folder does not exist any more", "it was removed", next="cd") from None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from micsctl import __version__
 from micsctl.cli.options import Options
@@ -24,6 +27,20 @@ def init(options: Options) -> None:
     except OSError as error:
         raise UsageError(f"cannot write {target}", error.strerror or str(error)) from None
     Render(json=options.json).result({"file": str(target)}, text=f"wrote {target}\nnext: micsctl up")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        Render().line(f"micsctl {__version__}")
+        raise typer.Exit
+
+
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """What `micsctl` takes before the name of a command."""
 
 
 def version(options: Options) -> None:

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # those that raise KeyboardInterrupt, as the CLI sets them
+
 
 @contextmanager
 def interrupt_afterwards() -> Iterator[None]:
-    """The first Ctrl-C inside the block takes effect at its end, the second at once."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # only the main thread gets signals, and a handler of the caller's own stays in force
+    """The first Ctrl-C inside the block takes effect at its end, the second at once; so do signals that count as it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread gets signals
         return
     pending = False
 
@@ -24,10 +25,14 @@ def interrupt_afterwards() -> Iterator[None]:
             raise KeyboardInterrupt
         pending = True
 
-    signal.signal(signal.SIGINT, handle)
+    # a handler of the caller's own stays in force
+    deferred = [number for number in _SIGNALS if signal.getsignal(number) is signal.default_int_handler]
+    for number in deferred:
+        signal.signal(number, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in deferred:
+            signal.signal(number, signal.default_int_handler)
         if pending:
             raise KeyboardInterrupt

@@ -69,7 +69,7 @@ def _size(asked: TrainConfig, machines: Machines, p: int, weighed: Sequence[Cand
     states_bytes, parameters = chosen.memory.states * p, asked.shape.parameters
     head = (
         f"p = {p}{_origin(asked)}: {states_bytes / parameters:.0f} bytes of model states for each of "
-        f"{_count(parameters)} parameters are {_memory(states_bytes)}; planned with per device: {_limit(machines)}."
+        f"{_count(parameters)} parameters are {_memory(states_bytes)}; a device is planned with {_limit(machines)}."
     )
     need = f"p = {p} needs {_memory(chosen.memory.total)} in all"
     if not chosen.fits:

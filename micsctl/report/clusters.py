@@ -87,22 +87,20 @@ def finding_lines(findings: Sequence[Finding]) -> str:
 def topology(found: Topology) -> tuple[Table, Table]:
     """Nodes with their devices, and how the devices are linked."""
     rows = tuple(_node_row(rank, node) for rank, node in enumerate(found.nodes))
-    columns = ("order", "node", "instance", "address", "interface", "devices", "EFA", "clock", "torch", "switches")
+    columns = ("order", "node", "address", "interface", "devices", "EFA", "clock", "torch", "switches")
     caption = "switches: the last four characters of each network node, coarsest first (--json has them whole)"
-    right = frozenset({"EFA", "clock"})
+    right = frozenset({"devices", "EFA", "clock"})
     machines = Table("nodes, in the order in which ranks are given out", columns, rows, right, caption)
     return machines, _link_table(found.nodes[0])
 
 
 def _node_row(rank: int, node: NodeFacts) -> tuple[str, ...]:
-    first = node.devices[0]
     return (
         str(rank),
         str(node.index),
-        node.instance_id,
         node.private_ip,
         node.interface,
-        f"{len(node.devices)} x {first.name}, {format_memory(first.memory_bytes)}",
+        str(len(node.devices)),
         str(len(node.efa_devices)),
         f"{node.clock_offset_seconds * 1000:+.0f} ms",
         node.versions.get("torch", "-"),
@@ -112,11 +110,13 @@ def _node_row(rank: int, node: NodeFacts) -> tuple[str, ...]:
 
 def _link_table(node: NodeFacts) -> Table:
     """NVLinks between the devices of one node, where they are known; a CPU node's devices are processes."""
+    first = node.devices[0]
+    title = f"devices of a node, {len(node.devices)} x {first.name} with {format_memory(first.memory_bytes)}"
     if not node.nvlinks:
         on_cpu = all(device.on_cpu for device in node.devices)
         joined = "worker processes, joined by its loopback" if on_cpu else "how they are linked is unknown"
-        devices = tuple((str(device.index), device.name, _numa(device)) for device in node.devices)
-        return Table(f"devices of a node: {joined}", ("device", "kind", "NUMA"), devices)
+        devices = tuple((str(device.index), _numa(device)) for device in node.devices)
+        return Table(f"{title}: {joined}", ("device", "NUMA"), devices)
     columns = ("device", "NUMA", *(str(device.index) for device in node.devices))
     rows = tuple(
         (
@@ -126,7 +126,7 @@ def _link_table(node: NodeFacts) -> Table:
         )
         for i, device in enumerate(node.devices)
     )
-    return Table("links between the devices of a node", columns, rows)
+    return Table(f"{title}, and the links between them", columns, rows)
 
 
 def _numa(device: Device) -> str:

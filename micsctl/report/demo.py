@@ -139,8 +139,8 @@ def html(stage: Stage, zero3: Curve, mics: Curve) -> str:
             "Loss",
             losses((zero3, mics)),
             f"The curves lie on each other: they differ by {largest_loss_difference(zero3, mics):.1e} at most. One rank"
-            f" of the MiCS run was killed; it went on from its checkpoint at step {mics.resumed_step}.",
+            f" of the MiCS run was killed; it went on at step {mics.resumed_step}, from its checkpoint.",
         ),
-        Picture("Traffic between nodes", traffic((zero3, mics)), caption(stage)),
+        Picture("Traffic between nodes", traffic((zero3, mics)), "Dark: what was sent. Light: what the formula says."),
     )
     return page("MiCS and ZeRO-3, side by side", lead, (table(stage, zero3, mics),), pictures)

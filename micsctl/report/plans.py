@@ -15,7 +15,7 @@ def plan(plan: Plan) -> tuple[Table, Table]:
         ("strategy", train.strategy),
         ("partition size p", f"{plan.partition_size}{', hierarchical' if plan.hierarchical else ''}"),
         ("why", plan.reason),
-        ("micro-batch", f"{train.micro_batch} sequences x {train.sequence} tokens, {train.accumulation} micro-steps"),
+        ("micro-batch", f"{train.micro_batch} x {train.sequence} tokens, {train.accumulation} micro-steps a step"),
         ("precision", train.precision),
         ("traffic", f"{format_bytes(plan.traffic_bytes)} sent per node and step (by formula)"),
         ("zero3 would send", format_bytes(plan.traffic_zero3_bytes)),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _PAPER = "#fdfcf9"  # as the page of templates/report.html.j2
+_SOURCES = {"interface": "at the interface", "counted": "counted in the trainer"}
 _COLOURS = ("#b3541e", "#1f5f8b", "#4f7942", "#6b4c8a")
 
 
@@ -27,7 +28,7 @@ def losses(curves: Sequence[Curve]) -> str:
         if curve.resumed_step:
             axes.axvline(curve.resumed_step - 0.5, color="#888888", linewidth=1, linestyle=":")
             axes.annotate(
-                "gone on from here after the kill", (curve.resumed_step - 0.5, max(curve.losses)), xytext=(4, -8),
+                "a rank was killed; resumed from the checkpoint", (curve.resumed_step - 0.5, max(curve.losses)), xytext=(4, -8),
                 textcoords="offset points", fontsize=9, color="#666666",
             )  # fmt: skip
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -44,7 +45,9 @@ def traffic(curves: Sequence[Curve]) -> str:
         measured, formula = curve.median_traffic_bytes / 1e6, curve.traffic_formula_bytes / 1e6
         axes.barh(number - 0.19, measured, height=0.36, color=_COLOURS[number % 4], label=None)
         axes.barh(number + 0.19, formula, height=0.36, color=_COLOURS[number % 4], alpha=0.35)
-        axes.text(measured, number - 0.19, f" {measured:.1f} MB {curve.traffic_source}", va="center", fontsize=9)
+        axes.text(
+            measured, number - 0.19, f" {measured:.1f} MB {_SOURCES[curve.traffic_source]}", va="center", fontsize=9
+        )
         axes.text(formula, number + 0.19, f" {formula:.1f} MB formula", va="center", fontsize=9, color="#666666")
     axes.set_yticks(range(len(curves)), [curve.strategy for curve in curves])
     axes.invert_yaxis()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from micsctl.report.table import Table
-from micsctl.runs.model import Run
+from micsctl.runs.model import Run, Status
 
 
 def summary(run: Run) -> dict[str, Any]:
@@ -22,6 +22,18 @@ def summary(run: Run) -> dict[str, Any]:
         "resumed_from": run.config.resume_from,
         "exit_codes": {node.index: node.exit_code for node in run.nodes},
     }
+
+
+def after_stop(run: Run) -> str:
+    """How a run ended that was asked to stop."""
+    step = f"step {run.last_step or 0} of {run.config.train.steps}"
+    if run.status is Status.STOPPED:
+        return (
+            f"run {run.run_id} has stopped at {step} and saved a checkpoint\nnext: micsctl launch --resume {run.run_id}"
+        )
+    if run.status is Status.DONE:
+        return f"run {run.run_id} is done"
+    return f"run {run.run_id} has ended at {step} without saving a checkpoint now ({run.status.value})"
 
 
 def table(runs: Sequence[Run]) -> Table:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,7 +46,7 @@ _PROGRAMS = {  # program -> the Debian package that has it
         "unshare": "util-linux",
         "nsenter": "util-linux",
     },
-    "process": {"sshd": "openssh-server", "ssh-keygen": "openssh-client", "rsync": "rsync", "setpriv": "util-linux"},
+    "process": {"sshd": "openssh-server", "ssh-keygen": "openssh-client", "rsync": "rsync"},
     "none": {},
 }
 _PATH = f"{os.defpath}:/usr/sbin:/usr/local/sbin:/sbin:{os.environ.get('PATH', '')}"
@@ -135,7 +136,8 @@ def clear_faults(home: Home) -> None:
 def choose_level(spec: SandboxSpec) -> tuple[str, str]:
     """The level to run at, and why it is not netns ("" where it is).
 
-    Raises UsageError where the netns level is asked for and cannot be had.
+    Raises UsageError where the netns level cannot be had, and was asked for or the user is root: the processes of
+    nodes that are not isolated would be root's on the machine itself, which nobody gets without asking.
     """
     from micsctl.sandbox.netns import why_impossible
 
@@ -144,13 +146,16 @@ def choose_level(spec: SandboxSpec) -> tuple[str, str]:
         return wanted, f"{wanted} was asked for"
     _require_programs("netns" if wanted == "netns" or os.geteuid() == 0 else "process")
     reason = why_impossible()
-    if wanted == "netns" and reason:
-        raise UsageError(
-            "the netns level of the sandbox is not possible here",
-            reason,
-            next="run it with sudo, or set sandbox.level: auto",
-        )
-    return ("process", reason) if reason else ("netns", "")
+    if not reason:
+        return "netns", ""
+    what = "the netns level of the sandbox is not possible here"
+    if os.geteuid() == 0:
+        why = f"{reason}\nat the process level the nodes' processes would be root's, on this machine itself"
+        instead = "run it as an ordinary user; in a throw-away container, MICSCTL_SANDBOX_LEVEL=process"
+        raise UsageError(what, why, next=instead)
+    if wanted == "netns":
+        raise UsageError(what, reason, next="run it with sudo, or set sandbox.level: auto")
+    return "process", reason
 
 
 def _start(home: Home, folder: SandboxFolder, spec: SandboxSpec, ssh_user: str) -> SandboxInfo:
@@ -163,9 +168,15 @@ def _start(home: Home, folder: SandboxFolder, spec: SandboxSpec, ssh_user: str) 
     config = _resolve(home, spec, ssh_user, level, note)
     # cwd "/": the server must not keep anybody's folder busy, and must not import from it
     command = [sys.executable, "-m", "micsctl.sandbox.server", str(folder.path), json.dumps(asdict(config))]
-    environment = {**os.environ, state.MARK: folder.id}
+    environment = {**_without_aws(os.environ), state.MARK: folder.id}
     starter = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/", env=environment
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd="/",
+        env=environment,
+        start_new_session=True,  # Ctrl-C is for the command, which then decides
     )
     answer = _first_line(starter)
     if answer.get("error"):
@@ -174,6 +185,12 @@ def _start(home: Home, folder: SandboxFolder, spec: SandboxSpec, ssh_user: str) 
         raise kind(error["what"], error["why"], next=error["next"])
     # another command may have been faster, with the same wish or another
     return _info(folder, _wait_for_state(folder)) if answer.get("ready") else ensure(home, spec, ssh_user)
+
+
+def _without_aws(environment: Mapping[str, str]) -> dict[str, str]:
+    """moto asks boto3 for the regions, which fails over a profile that is not there or a broken ~/.aws/config."""
+    kept = {name: value for name, value in environment.items() if not name.startswith(("AWS_", "MOTO_"))}
+    return {**kept, "AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
 
 
 def _first_line(starter: subprocess.Popen[bytes]) -> dict[str, Any]:
@@ -256,7 +273,19 @@ def _require_readable_python() -> None:
 
 
 def _folder(home: Home) -> SandboxFolder:
-    return SandboxFolder(home.sandbox)
+    """Raises UsageError where it is another user's: he could change what its server runs."""
+    folder = SandboxFolder(home.sandbox)
+    try:
+        owner = folder.path.stat().st_uid
+    except FileNotFoundError:
+        return folder
+    except PermissionError:
+        owner = None
+    if owner != os.geteuid():
+        whose = "cannot be entered" if owner is None else f"belongs to user id {owner}"
+        what, instead = "the sandbox's folder is not yours", "set MICSCTL_HOME to a folder of your own"
+        raise UsageError(what, f"{folder.path} {whose}", next=instead)
+    return folder
 
 
 def _wait_for_state(folder: SandboxFolder) -> dict[str, Any]:

@@ -30,15 +30,14 @@ class Fault:
     action: str  # "RunInstances", ...; "*" = every one
     code: str
     zone: str | None = None  # RunInstances only
-    status: int | None = None  # HTTP; None = what AWS documents for the code
     times: int | None = None  # None = for ever
     skip: int = 0  # so many requests pass first
-    message: str = ""
     seconds: float = 2.0
 
     @property
     def http_status(self) -> int:
-        return self.status or _SERVER_STATUS.get(self.code, 400)
+        """What AWS documents for the code."""
+        return _SERVER_STATUS.get(self.code, 400)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

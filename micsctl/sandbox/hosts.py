@@ -31,7 +31,6 @@ class HostRequest:
     hostname: str
     public_key: str  # OpenSSH form, for the login user's authorized_keys
     user_data: bytes
-    instance_type: str
     subnet_cidr: str = ""  # of the primary interface, for the node's route (netns level)
 
 

@@ -51,10 +51,15 @@ StartResponse = Callable[[str, list[tuple[str, str]]], Any]
 
 
 class MetadataService:
-    """A WSGI application. `identify` tells the instance by the peer's address, or by an id that leads the path."""
+    """A WSGI application. `identify` tells the instance by the peer's address or by its id.
 
-    def __init__(self, identify: Callable[[str, str], InstanceFacts | None]) -> None:
+    secret  "" = the peer's address tells; else paths begin with /<secret>/<instance id>, and nothing else is
+            answered: every user of this machine reaches a loopback address, and sees instance ids in `ps`
+    """
+
+    def __init__(self, identify: Callable[[str, str], InstanceFacts | None], secret: str = "") -> None:
         self._identify = identify
+        self._secret = secret
         self._key = secrets.token_bytes(32)
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
@@ -65,8 +70,11 @@ class MetadataService:
     def _answer(self, environ: Mapping[str, Any]) -> tuple[str, bytes]:
         path, address = str(environ["PATH_INFO"]), str(environ.get("REMOTE_ADDR", ""))
         instance_id = ""
-        if path.startswith("/i-"):
-            instance_id, _, path = path[1:].partition("/")
+        if self._secret:
+            secret, _, rest = path[1:].partition("/")
+            if not hmac.compare_digest(secret.encode(), self._secret.encode()):
+                return "404 Not Found", b""
+            instance_id, _, path = rest.partition("/")
             address, path = "", f"/{path}"
         facts = self._identify(address, instance_id)
         if facts is None:

@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,12 +218,17 @@ def _write_node(folder: Path, request: HostRequest, sshd_config: str, shims: Pat
     (folder / "sshd_config").write_text(sshd_config)
     # /etc/profile, read by login shells only, sets PATH anew
     (folder / "home" / ".profile").write_text(f'PATH={shlex.quote(str(shims))}:"$PATH"\n')
-    user_data = request.user_data
-    if user_data.startswith(b"\x1f\x8b"):  # cloud-init unpacks it too
-        user_data = gzip.decompress(user_data)
-    if user_data:
+    if user_data := _unpacked(request.user_data):
         (folder / "user-data").write_bytes(user_data)
         (folder / "user-data").chmod(0o700)
+
+
+def _unpacked(user_data: bytes) -> bytes:
+    """As cloud-init does it: gzip is unpacked, and what cannot be stays as it is, which is no script."""
+    if user_data.startswith(b"\x1f\x8b"):
+        with contextlib.suppress(OSError, EOFError, zlib.error):
+            return gzip.decompress(user_data)
+    return user_data
 
 
 def _sshd_config(folder: Path, programs: _Programs, environment: Mapping[str, str]) -> str:
@@ -346,7 +352,7 @@ def _holder(port: int) -> str:
                 with contextlib.suppress(OSError):  # another user's, or gone
                     if os.readlink(link) == f"socket:[{inode}]":
                         pid = link.parts[2]
-                        command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+                        command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
                         return f"process {pid} ({command})"
             with contextlib.suppress(KeyError):
                 return f"a process of user {pwd.getpwuid(uid).pw_name}"

@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
-from micsctl.errors import UsageError
+from micsctl.errors import MicsctlError, UsageError
 from micsctl.sandbox import state
 from micsctl.sandbox.auth import Key, Request, refusal
 from micsctl.sandbox.faults import Fault, FaultBook
@@ -71,8 +72,13 @@ class Application:
                 environ["PATH_INFO"].removeprefix(_CONTROL), environ["REQUEST_METHOD"], body, start_response
             )
         environ["wsgi.input"] = io.BytesIO(body)
-        with self._lock:
-            return list(self._inner(environ, start_response))
+        try:
+            with self._lock:
+                return list(self._inner(environ, start_response))
+        except Exception as error:  # noqa: BLE001  (a fault of the emulator: logged, and said so that botocore reads it)
+            traceback.print_exc()
+            message = f"{type(error).__name__}: {error}; the sandbox's server.log has more"
+            return _answer_error(environ, start_response, "500 Internal Server Error", "InternalError", message)
 
     def _control(self, path: str, method: str, body: bytes, start_response: StartResponse) -> Iterable[bytes]:
         match method, path:
@@ -108,17 +114,26 @@ def _answer(start_response: StartResponse, status: str, body: bytes, kind: str =
 
 
 def _refuse(environ: dict[str, Any], start_response: StartResponse, why: str) -> Iterable[bytes]:
-    """In the form that botocore reads: JSON services by their header, EC2 and the rest in XML."""
+    """JSON services and the others have codes of their own for it."""
     message = f"AWS was not able to validate the provided access credentials: {why}"
     if "HTTP_X_AMZ_TARGET" in environ:
-        body = json.dumps({"__type": "UnrecognizedClientException", "message": message}).encode()
-        return _answer(start_response, "400 Bad Request", body, "application/x-amz-json-1.1")
-    error = f"<Error><Code>AuthFailure</Code><Message>{message}</Message></Error>"
+        return _answer_error(environ, start_response, "400 Bad Request", "UnrecognizedClientException", message)
+    return _answer_error(environ, start_response, "401 Unauthorized", "AuthFailure", message)
+
+
+def _answer_error(
+    environ: dict[str, Any], start_response: StartResponse, status: str, code: str, message: str
+) -> Iterable[bytes]:
+    """In the form that botocore reads: JSON services by their header, EC2 and the rest in XML."""
+    if "HTTP_X_AMZ_TARGET" in environ:
+        body = json.dumps({"__type": code, "message": message}).encode()
+        return _answer(start_response, status, body, "application/x-amz-json-1.1")
+    error = f"<Error><Code>{code}</Code><Message>{escape(message)}</Message></Error>"
     if "/ec2/" in environ.get("HTTP_AUTHORIZATION", ""):
         error = f"<Response><Errors>{error}</Errors><RequestID>sandbox</RequestID></Response>"
     else:
         error = f"<ErrorResponse>{error}<RequestId>sandbox</RequestId></ErrorResponse>"
-    return _answer(start_response, "401 Unauthorized", error.encode(), "text/xml")
+    return _answer(start_response, status, error.encode(), "text/xml")
 
 
 def _new_key() -> Key:
@@ -164,7 +179,7 @@ def serve(folder: SandboxFolder, config: Config, ready: Callable[[], None]) -> N
     """Until SIGTERM. `ready` is called when the state file is written and requests are answered."""
     from werkzeug.serving import WSGIRequestHandler, make_server
 
-    from micsctl.sandbox import ec2
+    from micsctl.sandbox.ec2.install import install
     from micsctl.sandbox.imds import MetadataService
 
     class Quiet(WSGIRequestHandler):
@@ -177,16 +192,17 @@ def serve(folder: SandboxFolder, config: Config, ready: Callable[[], None]) -> N
     for path in (folder.hosts, folder.shared):
         path.mkdir(mode=0o700)
     folder.shared.chmod(0o1777)  # as FSx: everybody's; the way to it, the sandbox's folder, is closed
-    metadata = MetadataService(lambda address, instance_id: emulator.facts(address, instance_id))
+    secret = secrets.token_urlsafe(16) if config.level == "process" else ""
+    metadata = MetadataService(lambda address, instance_id: emulator.facts(address, instance_id), secret)
     loopback_metadata = None
     if config.level == "process":
         loopback_metadata = make_server("127.0.0.1", 0, metadata, threaded=True, request_handler=Quiet)
-    metadata_url = f"http://127.0.0.1:{loopback_metadata.port}" if loopback_metadata else ""
+    metadata_url = f"http://127.0.0.1:{loopback_metadata.port}/{secret}" if loopback_metadata else ""
     started = _start_hosts(config, folder, metadata_url)
     hosts = started.hosts
     try:
         faults, key = FaultBook(), _new_key()
-        emulator, inner = ec2.install(hosts, faults)
+        emulator, inner = install(hosts, faults)
         application = Application(
             key,
             faults,
@@ -249,6 +265,11 @@ def main() -> int:
             with contextlib.suppress(BrokenPipeError), starter:
                 starter.write(json.dumps(message) + "\n")
 
+    def ready() -> None:
+        """Raises BrokenPipeError where the command that wanted the sandbox has ended: then nobody would stop it."""
+        with starter:
+            starter.write(json.dumps({"ready": True}) + "\n")
+
     lock = state.acquire(folder)
     if lock is None:
         say({"owned": True})
@@ -256,9 +277,14 @@ def main() -> int:
     state.sweep(folder)  # of a server that was killed
     _leave_terminal(folder)
     try:
-        serve(folder, config, lambda: say({"ready": True}))
+        serve(folder, config, ready)
+    except BrokenPipeError:
+        sys.stderr.write("the command that started this sandbox has ended; so does the sandbox\n")
     except UsageError as error:
         say({"error": {"what": error.what, "why": error.why, "next": error.next, "usage": True}})
+    except MicsctlError as error:
+        why = f"{error.why}\n{_tail(folder)}".strip()
+        say({"error": {"what": error.what, "why": why, "next": error.next}})
     except Exception as error:
         traceback.print_exc()
         say({"error": {"what": "the sandbox did not start", "why": f"{error}\n{_tail(folder)}".strip(), "next": ""}})

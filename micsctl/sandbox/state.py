@@ -25,7 +25,6 @@ MARK = "MICSCTL_SANDBOX"  # environment variable that every process of a sandbox
 ROOT_MARK = "etc/micsctl-sandbox"  # file in the root of every node of the netns level
 _SWEEP_SECONDS = 10.0
 _SERVER = b"micsctl.sandbox.server\0"
-_PROGRAMS = (b"micsctl.sandbox.", b"userd.py", b"sshd")  # somebody's `tail server.log` is none of ours
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,9 @@ def acquire(folder: SandboxFolder) -> int | None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            return None
+            if is_owned(folder):
+                return None
+            continue  # somebody only asked whether it is owned
         with contextlib.suppress(FileNotFoundError):
             if os.stat(folder.lock).st_ino == os.fstat(lock).st_ino:
                 return lock
@@ -153,18 +154,17 @@ def process(pid: int) -> Process:
 
 
 def processes(folder: SandboxFolder) -> list[Process]:
-    """Every live process of the sandbox, found by its mark, its command line, or the root that it sees.
+    """Every live process of the sandbox, found by the mark in its environment or by the root that it sees.
 
-    sshd overwrites its environment, so no single sign is enough.
+    sshd overwrites its environment; it is known by the configuration file that it names.
     """
-    mark, path = f"{MARK}={folder.id}".encode(), os.fsencode(folder.path) + b"/"
+    mark = f"{MARK}={folder.id}".encode()
     ours = _root_of(os.getpid())
     found = []
     for pid in _pids():
-        command = _read(pid, "cmdline").replace(b"\0", b"/")
         marked = (
             mark in _read(pid, "environ").split(b"\0")
-            or (path in command and any(program in command for program in _PROGRAMS))
+            or _is_sshd_of(folder, _read(pid, "cmdline"))
             or (_root_of(pid) != ours and _root_mark(pid) == folder.id)
         )
         if marked and pid != os.getpid():
@@ -241,6 +241,13 @@ def _read(pid: int, name: str) -> bytes:
 
 def _command(pid: int) -> str:
     return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()[:100]
+
+
+def _is_sshd_of(folder: SandboxFolder, command: bytes) -> bool:
+    """Also with the title that sshd gives itself, "sshd: /usr/sbin/sshd -D -f ... [listener]"."""
+    words = command.replace(b"\0", b" ")
+    program = os.path.basename(words.split(b" ", 1)[0])
+    return program.startswith(b"sshd") and b" -f " + os.fsencode(folder.path) + b"/" in words
 
 
 def _start_ticks(pid: int) -> int | None:

@@ -16,7 +16,7 @@ from micsctl.aws.session import Aws, connect
 from micsctl.aws.settings import AwsSettings
 from micsctl.aws.types import InstanceType, parse_type
 
-P4D = InstanceType("p4d.24xlarge", 96, 8, (0, 1, 2, 3), (0, 1, 2, 3), True, True)
+P4D = InstanceType("p4d.24xlarge", 8, (0, 1, 2, 3), True, True)
 
 
 def a_type(cards: int, efa: int, *, says_so: bool) -> dict[str, Any]:

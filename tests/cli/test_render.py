@@ -71,7 +71,7 @@ def test_the_time_that_is_left_fits_a_run_that_was_joined_late(
     view = RunView(Render(), 20)
     for step in (11, 12):
         view.metrics({"step": step, "step_seconds": 2.0})
-    assert "step 12/20  left 16.0 s" in capsys.readouterr().err
+    assert "step 12/20  16 s left" in capsys.readouterr().err
 
 
 def test_plain_knows_every_value_we_hold() -> None:

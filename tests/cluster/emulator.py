@@ -12,7 +12,7 @@ from typing import Any
 
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-from micsctl.sandbox.ec2 import install
+from micsctl.sandbox.ec2.install import install
 from micsctl.sandbox.fake import FakeHosts
 from micsctl.sandbox.faults import Fault, FaultBook
 

@@ -33,6 +33,15 @@ class Node:
     environment: dict[str, str] = field(default_factory=dict)
 
     def bootstrap(self, *, ends_at: datetime = LATER, check_seconds: float = 0.1) -> None:
+        """Until `ready` is written."""
+        self.user_data(ends_at=ends_at, check_seconds=check_seconds)
+        deadline = time.monotonic() + 30
+        while not self.file("ready").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def user_data(self, *, ends_at: datetime = LATER, check_seconds: float = 0.1) -> None:
+        """Until the script ends, as cloud-init waits for it."""
         script = render_bootstrap(cluster="demo", ssh_user=USER, ends_at=ends_at, check_seconds=check_seconds)
         environment = {
             "HOME": str(self.home),
@@ -40,7 +49,12 @@ class Node:
             "MICSCTL_PYTHON": sys.executable,
         }
         subprocess.run(
-            ["bash", "-c", script], env=environment | self.environment, cwd=self.home, timeout=60, check=False
+            ["bash", "-c", script],
+            env=environment | self.environment,
+            cwd=self.home,
+            capture_output=True,
+            timeout=60,
+            check=False,
         )
 
     def program(self, name: str, script: str) -> None:
@@ -159,6 +173,27 @@ def test_a_failure_is_what_ready_says(node: Node) -> None:
     assert "no Python 3.11 or newer" in ready
     assert ready.count("\n") == 1
     assert len(node.watchers()) == 1  # a node that cannot train must still end
+
+
+def test_host_keys_do_not_wait_for_torch(node: Node) -> None:
+    """cloud-init shows them after the user data; a venv that takes long must not hold them, nor cloud-init's output."""
+    node.environment["MICSCTL_PYTHON"] = "/nonexistent"
+    pip = 'mkdir -p "$3/bin"; printf "#!/bin/sh\n" >"$3/bin/python"; chmod +x "$3/bin/python"'
+    wait = 'while [ ! -e "$HOME/go" ]; do sleep 0.05; done'
+    node.program("python3.13", f"case $1 in -c) exit 0;; -m) {wait}; {pip};; esac")
+    node.user_data(check_seconds=1)  # subprocess.run waits until nobody holds the output
+    node.user_data(check_seconds=1)
+    time.sleep(0.2)
+    assert not node.file("ready").exists()
+    (node.home / "go").touch()
+    deadline = time.monotonic() + 10
+    while not node.file("ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert node.file("ready").read_text() == "ok\n"
+    assert node.file("python").exists()
+    time.sleep(0.3)  # the second one finds all done
+    assert node.file("bootstrap.log").read_text().count("Python with torch: ") == 2
 
 
 def test_a_python_without_the_right_torch_is_passed_over(node: Node) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import re
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -105,6 +107,37 @@ def wipe(ec2: Any) -> None:
             ec2.detach_internet_gateway(InternetGatewayId=gateway["InternetGatewayId"], VpcId=vpc["VpcId"])
             ec2.delete_internet_gateway(InternetGatewayId=gateway["InternetGatewayId"])
         ec2.delete_vpc(VpcId=vpc["VpcId"])
+
+
+BROKEN_HOSTS = """
+import sys, threading, boto3
+from werkzeug.serving import make_server
+from micsctl.sandbox.ec2.install import install
+from micsctl.sandbox.fake import FakeHosts
+from micsctl.sandbox.faults import FaultBook
+
+class Broken(FakeHosts):
+    def start(self, requests, on_running, on_ended):
+        raise OSError("No space left on device")
+
+_, application = install(Broken(), FaultBook())
+server = make_server("127.0.0.1", 0, application, threaded=True)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+key = dict(region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b")
+ec2, ssm = (boto3.client(name, endpoint_url=f"http://127.0.0.1:{server.port}", **key) for name in ("ec2", "ssm"))
+image = ssm.get_parameter(Name=sys.argv[1])["Parameter"]["Value"]
+ec2.run_instances(ImageId=image, InstanceType="p4d.24xlarge", MinCount=2, MaxCount=2)
+for instance in ec2.describe_instances()["Reservations"][0]["Instances"]:
+    print(instance["State"]["Name"], instance["StateReason"]["Code"])
+"""
+
+
+def test_instances_whose_hosts_cannot_start_end_at_once() -> None:
+    """In a process of its own: moto can be extended once in a process only."""
+    command = [sys.executable, "-c", BROKEN_HOSTS, IMAGE.format("24.04")]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert answer.stdout.splitlines() == ["terminated Server.InternalError"] * 2, answer.stderr[-2000:]
+    assert "No space left" in answer.stderr
 
 
 def refused(call: Callable[..., Any], **arguments: Any) -> tuple[str, int]:

@@ -132,6 +132,15 @@ def test_06_a_run_outlives_its_launcher_is_stopped_and_resumed(laptop: Laptop) -
     assert run_id in resumed["resumed_from"]
 
 
+def test_06b_a_checkpoint_path_that_nodes_do_not_share_is_refused(laptop: Laptop) -> None:
+    if laptop.level == "process":
+        pytest.skip("nodes of the process level share this machine's folders")
+    text = CONFIG.format(level=laptop.level).replace("checkpoint: {", "checkpoint: {path: /var/tmp/own, ")
+    (laptop.folder / "own.yaml").write_text(text)
+    refused = laptop("launch", "-c", "own.yaml", code=2)
+    assert "train.checkpoint.path /var/tmp/own is not shared" in refused.stderr
+
+
 def test_07_exec_and_ssh_reach_every_node(laptop: Laptop) -> None:
     out = laptop("exec", "echo", "hello").stdout.splitlines()
     assert sorted(out) == ["0: hello", "1: hello"]

@@ -146,7 +146,6 @@ class Sandbox:
                 "hostname": i,
                 "public_key": Path(f"{self.key}.pub").read_text(),
                 "user_data": base64.b64encode(user_data).decode(),
-                "instance_type": "p4d.24xlarge",
             }
             for i in ids
         ]
@@ -459,6 +458,7 @@ def _sleepers(who: User) -> int:
         (gzip.compress(b"#!/bin/sh\nexit 3\n"), "user data ended with 3"),
         (b"#!/nonexistent/shell\n", "the user data cannot be run: No such file or directory"),
         (b"#cloud-config\n", "the user data is not a script"),
+        (gzip.compress(b"#!/bin/sh\n")[:-9], "the user data is not a script"),
     ],
 )
 def test_console_says_how_user_data_went(open_sandbox: Opener, user_data: bytes, said: str) -> None:
@@ -487,7 +487,7 @@ def test_an_address_taken_meanwhile_ends_the_instance_and_is_named_on_its_consol
         holder.bind((address, PORT))
         holder.listen()
         node = {"instance_id": "i-1", "private_ip": address, "hostname": "h", "public_key": "", "user_data": ""}
-        sandbox.send(op="start", nodes=[{**node, "instance_type": "p4d.24xlarge"}])
+        sandbox.send(op="start", nodes=[node])
         wait_for(lambda: sandbox.console("i-1") and sandbox.ended == ["i-1"], "the end of i-1")
     assert f"Bind to port {PORT} on {address} failed" in sandbox.console("i-1")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import io
 import json
 import os
 import shutil
@@ -16,6 +18,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from botocore.auth import SigV4Auth
@@ -24,9 +27,10 @@ from botocore.credentials import Credentials
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from micsctl.aws.session import connect
 from micsctl.errors import MicsctlError, UsageError
 from micsctl.home import Home
-from micsctl.sandbox import auth, control, image, imds, noded, state
+from micsctl.sandbox import auth, control, image, imds, noded, server, state
 from micsctl.sandbox.faults import Fault, FaultBook
 from micsctl.sandbox.state import SandboxFolder
 from micsctl.spec import SandboxSpec
@@ -54,6 +58,18 @@ def test_one_owner(tmp_path: Path) -> None:
     assert other.stdout.split() == ["True", "None"], other.stderr
     os.close(lock)
     assert not state.is_owned(folder)
+
+
+def test_who_only_asks_does_not_keep_an_owner_away(tmp_path: Path) -> None:
+    folder = SandboxFolder(tmp_path / "sandbox")
+    folder.path.mkdir()
+    folder.lock.touch()
+    with folder.lock.open("r+") as asking:  # as `is_owned` does it, in another command
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        threading.Timer(0.3, lambda: fcntl.flock(asking, fcntl.LOCK_UN)).start()
+        lock = state.acquire(folder)
+    assert lock is not None
+    os.close(lock)
 
 
 def test_a_removed_lock_file_is_no_lock(tmp_path: Path) -> None:
@@ -96,20 +112,36 @@ def test_sweep_kills_what_carries_the_mark_and_nothing_else(tmp_path: Path) -> N
     ours = subprocess.Popen(["sleep", "60"], env={**os.environ, state.MARK: folder.id})
     others = [
         subprocess.Popen(["sleep", "60"], env={**os.environ, state.MARK: "00000000"}),
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", f"{folder.path}/server.log"]),
+        # somebody's editor or `tail -f` on the files of a node
+        *(
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", f"{folder.path}/{name}"])
+            for name in ("server.log", "hosts/nodes/i-1/sshd.log", "micsctl.sandbox.notes", "userd.py")
+        ),
     ]
     try:
         wait_until(lambda: [one.pid for one in state.processes(folder)] == [ours.pid])
         assert state.leftovers(folder).total == 2
         state.sweep(folder)
         assert ours.wait(5) == -signal.SIGKILL
-        assert [other.poll() for other in others] == [None, None]
+        assert all(other.poll() is None for other in others)
         assert os.listdir(folder.path) == ["lock"]
     finally:
         for child in (ours, *others):
             child.kill()
             child.wait()
         os.close(lock)
+
+
+def test_sshd_is_known_by_its_configuration_file() -> None:
+    folder = SandboxFolder(Path("/home/me/sandbox"))
+    config = "/home/me/sandbox/hosts/nodes/i-1/sshd_config"
+    ours = [
+        f"/usr/sbin/sshd\0-D\0-f\0{config}\0",
+        f"sshd: /usr/sbin/sshd -D -f {config} [listener] 0 of 100 startups\0",
+    ]
+    others = ["/usr/sbin/sshd\0-D\0-f\0/home/me/sandbox2/sshd_config\0", f"vi\0-f\0{config}\0", f"less\0{config}\0", ""]
+    assert all(state._is_sshd_of(folder, command.encode()) for command in ours)
+    assert not any(state._is_sshd_of(folder, command.encode()) for command in others)
 
 
 def test_state_file_is_closed_to_others(tmp_path: Path) -> None:
@@ -166,6 +198,24 @@ def test_start_status_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert control.leftovers(home).total == 0
 
 
+def test_the_laptops_aws_settings_play_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config").write_text("[default\nbroken")
+    for name in ("HTTP_PROXY", "http_proxy", "AWS_ENDPOINT_URL"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("MOTO_EC2_LOAD_DEFAULT_AMIS", "true")
+    monkeypatch.setenv(control.LEVEL_VARIABLE, "none")
+    home = Home(tmp_path / "home")
+    try:
+        aws = connect(ensure(home).settings)
+        assert [vpc["IsDefault"] for vpc in aws.ec2.describe_vpcs()["Vpcs"]] == [True]
+    finally:
+        assert control.stop(home).total == 0
+
+
 def test_a_server_whose_folder_is_removed_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(control.LEVEL_VARIABLE, "none")
     home = Home(tmp_path / "home")
@@ -188,9 +238,34 @@ def test_a_level_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     monkeypatch.setattr(netns, "why_impossible", lambda: "no namespaces here")
     monkeypatch.setattr(control, "_require_programs", lambda level: None)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert control.choose_level(SandboxSpec()) == ("process", "no namespaces here")
     with pytest.raises(UsageError, match="netns level"):
         control.choose_level(SandboxSpec(level="netns"))
+
+
+def test_root_gets_the_process_level_only_when_he_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from micsctl.sandbox import netns
+
+    monkeypatch.setattr(netns, "why_impossible", lambda: "no namespaces here")
+    monkeypatch.setattr(control, "_require_programs", lambda level: None)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    for level in ("auto", "netns"):
+        with pytest.raises(UsageError, match="netns level") as raised:
+            control.choose_level(SandboxSpec(level=level))
+        assert "no namespaces here" in raised.value.why
+    assert control.choose_level(SandboxSpec(level="process"))[0] == "process"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder away")
+def test_another_users_folder_is_refused(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.sandbox.mkdir()
+    os.chown(home.sandbox, 12345, 12345)
+    for act in (ensure, control.status, control.stop, control.leftovers):
+        with pytest.raises(UsageError, match="not yours") as raised:
+            act(home)
+        assert "12345" in raised.value.why
 
 
 def test_without_moto_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -327,8 +402,7 @@ def ask(service: imds.MetadataService, path: str, method: str = "GET", **headers
 
 
 def test_metadata() -> None:
-    facts = {"10.77.0.4": FACTS, "i-0123456789abcdef0": replace(FACTS, tokens_required=False)}
-    service = imds.MetadataService(lambda address, instance_id: facts.get(address or instance_id))
+    service = imds.MetadataService(lambda address, instance_id: {"10.77.0.4": FACTS}.get(address or instance_id))
     _, token = ask(service, "/latest/api/token", "PUT", aws_ec2_metadata_token_ttl_seconds="60")
 
     def get(path: str) -> tuple[str, str]:
@@ -346,9 +420,52 @@ def test_metadata() -> None:
     assert ask(service, "/latest/meta-data/", aws_ec2_metadata_token=f"9{token}")[0] == "401"
     assert ask(service, "/latest/api/token", "PUT", aws_ec2_metadata_token_ttl_seconds="21601")[0] == "400"
     assert ask(service, "/latest/meta-data/", forwarded_for="1.2.3.4")[0] == "403"
-    # process level: the instance's id leads the path; here the older version is allowed
-    assert ask(service, "/i-0123456789abcdef0/latest/meta-data/instance-id") == ("200", "i-0123456789abcdef0")
-    assert ask(service, "/i-00000000000000000/latest/meta-data/instance-id")[0] == "404"
+    assert ask(service, "/i-0123456789abcdef0/latest/meta-data/instance-id")[0] == "401"
+
+
+def test_metadata_at_process_level_needs_the_secret() -> None:
+    instance_id = "i-0123456789abcdef0"
+    facts = {instance_id: replace(FACTS, tokens_required=False), "10.77.0.4": FACTS}
+    service = imds.MetadataService(lambda address, instance_id: facts.get(address or instance_id), "secret")
+    assert ask(service, f"/secret/{instance_id}/latest/meta-data/instance-id") == ("200", instance_id)
+    _, token = ask(service, f"/secret/{instance_id}/latest/api/token", "PUT", aws_ec2_metadata_token_ttl_seconds="60")
+    assert ask(service, f"/secret/{instance_id}/latest/user-data", aws_ec2_metadata_token=token)[0] == "200"
+    for wrong in (
+        "/secret/i-00000000000000000/latest/meta-data/instance-id",
+        f"/other/{instance_id}/latest/meta-data/instance-id",
+        f"/{instance_id}/latest/meta-data/instance-id",
+        f"/\xe9/{instance_id}/latest/user-data",
+        "/latest/meta-data/instance-id",
+        "/secret",
+        "/",
+    ):
+        assert ask(service, wrong) == ("404", ""), wrong
+
+
+# --- the server
+
+
+@pytest.mark.parametrize("target", [{}, {"HTTP_X_AMZ_TARGET": "AmazonSSM.GetParameter"}])
+def test_a_fault_of_the_emulator_is_logged_and_readable(
+    target: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(environ: Any, start_response: Any) -> Any:
+        raise KeyError("<x>")
+
+    application = server.Application(KEY, FaultBook(), broken, threading.RLock(), dict)
+    request = auth.Request("POST", "/", "", {"host": "127.0.0.1:1"}, b"")
+    headers = auth.sign(request, KEY, datetime.now(UTC), service="ec2")
+    environ = {f"HTTP_{name.replace('-', '_').upper()}": value for name, value in headers.items()} | target
+    environ |= {"REQUEST_METHOD": "POST", "PATH_INFO": "/", "wsgi.input": io.BytesIO()}
+    seen: list[str] = []
+    body = b"".join(application(environ, lambda status, _: seen.append(status))).decode()
+    assert seen == ["500 Internal Server Error"]
+    assert "InternalError" in body
+    if target:
+        assert json.loads(body)["__type"] == "InternalError"
+    else:
+        assert ElementTree.fromstring(body).tag == "Response"
+    assert "Traceback" in capsys.readouterr().err
 
 
 # --- the image

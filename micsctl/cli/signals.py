@@ -1,0 +1,46 @@
+"""Ctrl-C, and what counts as Ctrl-C: SIGTERM, and SIGHUP when the terminal closes."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from micsctl.errors import ExitCode
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def count_as_ctrl_c() -> None:
+    """Each of them raises KeyboardInterrupt in the main thread. What is ignored stays so: nohup ignores SIGHUP."""
+    for number in ENDING:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
+
+
+@contextmanager
+def ignored() -> Iterator[None]:
+    """None of them stops what happens inside."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def leave_at_once() -> None:
+    """For a command that is over: what still runs are threads that end, and one more Ctrl-C does not wait for them."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        os._exit(ExitCode.INTERRUPTED)
+
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, leave)
+    # when the interpreter ends it gives handlers of ours, but not SIG_IGN, back to the system, which would kill us
+    atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in ENDING])
