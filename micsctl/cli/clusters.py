@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from micsctl.cli.options import Options
+from micsctl.cli.options import Options, with_flags
 from micsctl.cli.session import Session
 from micsctl.errors import ExitCode, UsageError
 from micsctl.report import clusters as shown
@@ -34,7 +34,9 @@ def up(
     spec = override(session.spec, ttl=ttl)
     session.render.table(shown.intent(spec, None if dry_run else session.sandbox, _planned(session)))
     if dry_run:
-        session.render.result(spec.model_dump(mode="json"), text="nothing was made\nnext: micsctl up")
+        session.render.result(
+            spec.model_dump(mode="json"), text=with_flags("nothing was made\nnext: micsctl up", options)
+        )
         return
     session.confirm(f"bring up {spec.cluster.nodes} x {spec.cluster.type}?")
     cluster = bring_up(session.aws, spec, session.files, report=session.render, open_hosts=open_hosts)
@@ -58,7 +60,7 @@ def status(options: Options) -> None:
     session = Session.of(options)
     found = look(session.aws, session.spec.name, session.spec.provider, now=datetime.now(UTC))
     tables = [shown.nodes(found.cluster)] if found.cluster else []
-    session.render.result(found, *tables, text=shown.status_lines(session.spec.name, found))
+    session.render.result(found, *tables, text=with_flags(shown.status_lines(session.spec.name, found), options))
 
 
 def topology(options: Options) -> None:

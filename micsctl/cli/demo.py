@@ -85,9 +85,10 @@ def _train_both(session: DemoSession) -> tuple[demo_report.Stage, Curve, Curve]:
     with render.phase("sandbox"):
         sandbox = session.sandbox
         assert sandbox is not None
-    render.note(f"  level {sandbox.level}, {cluster_report.links(sandbox)}")
+    because = f" ({sandbox.note})" if sandbox.note else ""
+    render.note(f"  level {sandbox.level}{because}, {cluster_report.links(sandbox)}")
     if not sandbox.shaped:
-        render.note("  without root there is no shaping: bytes are counted in the trainer, seconds say nothing")
+        render.note("  without shaping, bytes are counted in the trainer and seconds say nothing about networks")
     cluster = up(session.aws, session.spec, session.files, report=render, open_hosts=open_hosts)
     render.table(cluster_report.nodes(cluster))
     with session.hosts(cluster) as hosts:

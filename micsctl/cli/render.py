@@ -190,7 +190,7 @@ def _print_rich(console: Console, table: Table) -> None:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    drawn = RichTable(box=box.SIMPLE_HEAD, show_header=_has_header(table), show_edge=False)
+    drawn = RichTable(box=box.SIMPLE_HEAD, show_header=_has_header(table), show_edge=False, padding=(0, 1, 0, 0))
     for column in table.columns:
         drawn.add_column(Text(column), justify="right" if column in table.numeric else "left")
     for row in table.rows:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from micsctl.cli.options import Options
+from micsctl.cli.options import Options, with_flags
 from micsctl.cli.render import RunView
 from micsctl.cli.session import Session
 from micsctl.errors import HealthError, Interrupted
@@ -58,7 +58,9 @@ def launch(
         with session.render.phase(f"start run {config.run_id}"):
             start(hosts, topology, config, master_port=master_port)
         if detach:
-            session.render.result({"run_id": config.run_id}, text=f"next: micsctl logs -f {config.run_id}")
+            session.render.result(
+                {"run_id": config.run_id}, text=with_flags(f"next: micsctl logs -f {config.run_id}", options)
+            )
             return
         _watch(session, hosts, config)
 
@@ -98,7 +100,7 @@ def runs(options: Options) -> None:
     if found:
         session.render.result(summaries, run_report.table(found))
     else:
-        session.render.result(summaries, text="no run yet\nnext: micsctl launch")
+        session.render.result(summaries, text=with_flags("no run yet\nnext: micsctl launch", options))
 
 
 def stop(
@@ -117,7 +119,7 @@ def stop(
         with session.render.phase(f"stop run {run_id}"):
             end(hosts, run_id, grace_seconds=grace)
         found = find_run(hosts, run_id)
-    session.render.result(run_report.summary(found), text=run_report.after_stop(found))
+    session.render.result(run_report.summary(found), text=with_flags(run_report.after_stop(found), options))
 
 
 def _checked(run: str | None) -> str | None:

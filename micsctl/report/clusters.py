@@ -69,7 +69,10 @@ def ends_line(ends_at: datetime, left: timedelta) -> str:
 def status_lines(name: str, status: Status) -> str:
     """What is below the table of nodes: when they end, which have ended, and what else exists."""
     cluster = status.cluster
-    lines = [ends_line(cluster.ends_at, timedelta(seconds=status.seconds_left))] if cluster else []
+    # status asks no node, so it does not know what `extend` told them
+    lines = []
+    if cluster:
+        lines.append(f"{ends_line(cluster.ends_at, timedelta(seconds=status.seconds_left))}; later if it was extended")
     lines += [f"{node.name} is gone ({node.state})" for node in status.ended]
     if not cluster and status.resources:
         left = ", ".join(f"{resource.kind} {resource.id}" for resource in status.resources)

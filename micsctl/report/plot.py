@@ -28,7 +28,7 @@ def losses(curves: Sequence[Curve]) -> str:
         if curve.resumed_step:
             axes.axvline(curve.resumed_step - 0.5, color="#888888", linewidth=1, linestyle=":")
             axes.annotate(
-                "a rank was killed; resumed from the checkpoint", (curve.resumed_step - 0.5, max(curve.losses)), xytext=(4, -8),
+                "resumed from here after the kill", (curve.resumed_step - 0.5, max(curve.losses)), xytext=(4, -8),
                 textcoords="offset points", fontsize=9, color="#666666",
             )  # fmt: skip
     axes.xaxis.get_major_locator().set_params(integer=True)

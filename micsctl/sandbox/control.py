@@ -136,8 +136,9 @@ def clear_faults(home: Home) -> None:
 def choose_level(spec: SandboxSpec) -> tuple[str, str]:
     """The level to run at, and why it is not netns ("" where it is).
 
-    Raises UsageError where the netns level cannot be had, and was asked for or the user is root: the processes of
-    nodes that are not isolated would be root's on the machine itself, which nobody gets without asking.
+    `auto` takes the process level where namespaces are not to be had: for an ordinary user, and for root in a container
+    (process.py drops root's capabilities, and refuses root on a machine that systemd runs). Raises UsageError where the
+    netns level was asked for and cannot be had.
     """
     from micsctl.sandbox.netns import why_impossible
 
@@ -148,13 +149,9 @@ def choose_level(spec: SandboxSpec) -> tuple[str, str]:
     reason = why_impossible()
     if not reason:
         return "netns", ""
-    what = "the netns level of the sandbox is not possible here"
-    if os.geteuid() == 0:
-        why = f"{reason}\nat the process level the nodes' processes would be root's, on this machine itself"
-        instead = "run it as an ordinary user; in a throw-away container, MICSCTL_SANDBOX_LEVEL=process"
-        raise UsageError(what, why, next=instead)
     if wanted == "netns":
-        raise UsageError(what, reason, next="run it with sudo, or set sandbox.level: auto")
+        hint = "run it with sudo, or set sandbox.level: auto"
+        raise UsageError("the netns level of the sandbox is not possible here", reason, next=hint)
     return "process", reason
 
 

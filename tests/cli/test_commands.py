@@ -156,12 +156,14 @@ def test_a_ttl_that_is_no_duration_is_usage(hosts: list[FakeHost]) -> None:
     assert raised.value.why.startswith("cluster.ttl: give a duration such as")
 
 
-def test_the_demo_asks_for_matplotlib_before_it_spends_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_asks_for_all_that_is_missing_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MICSCTL_HOME", str(tmp_path / "home"))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match="matplotlib"):
+    monkeypatch.setattr(demo, "find_spec", lambda module: None)
+    with pytest.raises(UsageError) as raised:
         demo.demo(Options(), tmp_path / "demo")
+    assert raised.value.why == "missing: torch (extra trainer), moto (extra sandbox), matplotlib (extra report)"
     assert not (tmp_path / "home").exists()
+    assert not (tmp_path / "demo").exists()
 
 
 @pytest.mark.parametrize(

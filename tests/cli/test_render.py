@@ -76,3 +76,48 @@ def test_the_time_that_is_left_fits_a_run_that_was_joined_late(
 
 def test_plain_knows_every_value_we_hold() -> None:
     json.dumps(plain({"a": (1, {2}), "when": datetime.now(UTC), "table": TABLE}))
+
+
+def test_a_phase_that_an_error_leaves_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PartialError), Render().phase("start"):
+        raise PartialError("broken")
+    assert capsys.readouterr().err.split() == ["start", "failed"]
+
+
+def test_what_a_phase_waits_for_is_indented_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    render = Render()
+    with render.phase("start"):
+        for ready in (0, 0, 0, 1):
+            render.note(f"{ready} of 2 ready")
+    render.note("0 of 2 ready")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["    0 of 2 ready", "    1 of 2 ready"]
+    assert lines[2].split()[0] == "start"
+    assert lines[3] == "0 of 2 ready"
+
+
+def test_on_a_terminal_titles_are_not_wrapped_and_brackets_are_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    title = "a title much wider than its table, micsctl[report]"
+    Render().table(Table(title, ("a",), (("[bold]",),)))
+    shown = capsys.readouterr().out
+    assert title in shown
+    assert "[bold]" in shown
+
+
+def test_a_table_of_keys_and_values_has_no_header(capsys: pytest.CaptureFixture[str]) -> None:
+    Render().table(Table("plan", ("", " "), (("p", "2"),)))
+    assert capsys.readouterr().out == "plan\np  2\n\n"
+
+
+def test_the_bar_says_that_it_waits_and_that_it_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    view = RunView(Render(), 1)
+    view.open()
+    assert "step 0/1  waiting for the first step" in capsys.readouterr().err
+    view.metrics({"step": 1, "step_seconds": 2.0})
+    assert "step 1/1  ending" in capsys.readouterr().err

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from micsctl.aws.session import connect
 from micsctl.errors import MicsctlError, UsageError
 from micsctl.home import Home
-from micsctl.sandbox import auth, control, image, imds, noded, server, state
+from micsctl.sandbox import auth, control, image, imds, noded, process, server, state
 from micsctl.sandbox.faults import Fault, FaultBook
 from micsctl.sandbox.state import SandboxFolder
 from micsctl.spec import SandboxSpec
@@ -244,17 +244,25 @@ def test_a_level_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         control.choose_level(SandboxSpec(level="netns"))
 
 
-def test_root_gets_the_process_level_only_when_he_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_in_a_container_gets_the_process_level_and_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newcomers are often root in a container without namespaces."""
     from micsctl.sandbox import netns
 
     monkeypatch.setattr(netns, "why_impossible", lambda: "no namespaces here")
     monkeypatch.setattr(control, "_require_programs", lambda level: None)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    for level in ("auto", "netns"):
-        with pytest.raises(UsageError, match="netns level") as raised:
-            control.choose_level(SandboxSpec(level=level))
-        assert "no namespaces here" in raised.value.why
-    assert control.choose_level(SandboxSpec(level="process"))[0] == "process"
+    assert control.choose_level(SandboxSpec()) == ("process", "no namespaces here")
+    with pytest.raises(UsageError, match="netns level") as raised:
+        control.choose_level(SandboxSpec(level="netns"))
+    assert "no namespaces here" in raised.value.why
+
+
+def test_root_on_a_machine_of_systemd_is_refused_the_process_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(Path, "is_dir", lambda path: str(path) == "/run/systemd/system")
+    with pytest.raises(UsageError, match="process level") as raised:
+        process._account()
+    assert "systemd" in raised.value.why
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder away")
