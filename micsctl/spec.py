@@ -53,7 +53,7 @@ class ClusterSpec(_Strict):
 
     type: str = Field("p4d.24xlarge", pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$")
     nodes: int = Field(4, ge=1, le=1000)
-    region: str = "us-east-1"
+    region: str = Field("us-east-1", pattern=r"^[a-z0-9-]+$")
     zones: tuple[str, ...] = ()  # in this order; empty = every zone that offers the type
     ttl: Duration = timedelta(hours=12)  # the nodes end by themselves after this
     reach: Literal["head"] = "head"  # Elastic IP on node 0, the others through it

@@ -119,12 +119,15 @@ class RunView:
     def __init__(self, render: Render, steps: int) -> None:
         self._render, self._steps = render, steps
         self._seconds: list[float] = []
+        self._bar = ""
         self._live = sys.stderr.isatty() and not render.quiet
 
     def output(self, line: str) -> None:
         if not self._render.quiet:
             self._clear()
             (self._render.note if self._render.json else self._render.line)(line)
+            if self._bar:
+                _say(self._bar)
 
     def metrics(self, line: dict[str, Any]) -> None:
         self._seconds.append(line["step_seconds"])
@@ -140,12 +143,14 @@ class RunView:
             self._draw(0, "waiting for the first step")
 
     def close(self) -> None:
+        self._bar = ""
         self._clear()
 
     def _draw(self, step: int, text: str) -> None:
         filled = int(24 * step / self._steps)
         bar = "━" * filled + "╌" * (24 - filled)
-        _say(f"\r\x1b[K{bar} step {step}/{self._steps}  {text}")
+        self._bar = f"\r\x1b[K{bar} step {step}/{self._steps}  {text}"
+        _say(self._bar)
 
     def _clear(self) -> None:
         if self._live:

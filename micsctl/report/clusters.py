@@ -114,7 +114,7 @@ def _node_row(rank: int, node: NodeFacts) -> tuple[str, ...]:
 def _link_table(node: NodeFacts) -> Table:
     """NVLinks between the devices of one node, where they are known; a CPU node's devices are processes."""
     first = node.devices[0]
-    title = f"devices of a node, {len(node.devices)} x {first.name} with {format_memory(first.memory_bytes)}"
+    title = f"devices of a node, {len(node.devices)} x {first.name} with {format_memory(first.memory_bytes)} each"
     if not node.nvlinks:
         on_cpu = all(device.on_cpu for device in node.devices)
         joined = "worker processes, joined by its loopback" if on_cpu else "how they are linked is unknown"

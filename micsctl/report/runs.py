@@ -27,13 +27,13 @@ def summary(run: Run) -> dict[str, Any]:
 def after_stop(run: Run) -> str:
     """How a run ended that was asked to stop."""
     step = f"step {run.last_step or 0} of {run.config.train.steps}"
-    if run.status is Status.STOPPED:
+    if run.saved_when_stopped:
         return (
             f"run {run.run_id} has stopped at {step} and saved a checkpoint\nnext: micsctl launch --resume {run.run_id}"
         )
     if run.status is Status.DONE:
         return f"run {run.run_id} is done"
-    return f"run {run.run_id} has ended at {step} without saving a checkpoint now ({run.status.value})"
+    return f"run {run.run_id} has ended at {step} without saving a checkpoint ({run.status.value})"
 
 
 def table(runs: Sequence[Run]) -> Table:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from micsctl.errors import JobError, MicsctlError, UsageError
 from micsctl.remote import fanout
 from micsctl.remote.host import Host
-from micsctl.runs.model import CONFIG_EXIT_CODE, SAVED_EXIT_CODE, Failure
+from micsctl.runs.model import CONFIG_EXIT_CODE, ENDED_EXIT_CODE, SAVED_EXIT_CODE, Failure
 from micsctl.runs.shell import ALIVE, LOGS
 from micsctl.runs.state import first_failure
 from micsctl.runs.stop import stop
@@ -110,13 +110,16 @@ def _wait_for_exit(
 def _explain(hosts: Sequence[Host], run_id: str, codes: Sequence[int | None]) -> MicsctlError:
     failure = first_failure(hosts, run_id)
     logs = f"micsctl logs {run_id}"
+    if set(codes) <= {0, ENDED_EXIT_CODE}:
+        return JobError(f"run {run_id} was stopped", "it had nothing to save yet", next="micsctl launch")
     if failure is None:
         gone = [host.name for host, code in zip(hosts, codes, strict=True) if code is None]
         bad = [f"{host.name}: exit code {code}" for host, code in zip(hosts, codes, strict=True) if code]
         why = f"the launcher was killed on {', '.join(gone)}" if gone else "\n".join(bad)
         return JobError(f"run {run_id} failed", why, next=logs)
     if failure.exit_code == CONFIG_EXIT_CODE:
-        return UsageError(f"run {run_id} was refused by the trainer", failure.last_lines, next="edit mics.yaml")
+        hint = "micsctl launch, without --resume" if "resume_from" in failure.last_lines else "edit mics.yaml"
+        return UsageError(f"run {run_id} was refused by the trainer", failure.last_lines, next=hint)
     if failure.exit_code == SAVED_EXIT_CODE:
         why = "it was asked to stop and saved a checkpoint"
         return JobError(f"run {run_id} was stopped", why, next=f"micsctl launch --resume {run_id}")

@@ -15,13 +15,14 @@ from micsctl.errors import UsageError
 # exit codes of mics.train
 CONFIG_EXIT_CODE = 2  # a mistake in the configuration, the data or the checkpoint path
 SAVED_EXIT_CODE = 75  # asked to stop, checkpoint written
+ENDED_EXIT_CODE = 128 + 15  # of the launcher: SIGTERM came before a rank could answer it, so nothing was saved
 
 
 class Status(StrEnum):
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
-    STOPPED = "stopped"  # asked to end; it saved a checkpoint first
+    STOPPED = "stopped"  # asked to end
     LOST = "lost"  # no exit code and no process: the machine or the launcher was killed
 
 
@@ -57,9 +58,14 @@ class Run:
     last_loss: float | None
 
     @property
+    def saved_when_stopped(self) -> bool:
+        """Whether it answered the request to stop with a checkpoint."""
+        return self.status is Status.STOPPED and any(node.exit_code == SAVED_EXIT_CODE for node in self.nodes)
+
+    @property
     def status(self) -> Status:
         if any(node.exit_code for node in self.nodes):
-            stopped = all(node.exit_code in (0, SAVED_EXIT_CODE) for node in self.nodes)
+            stopped = all(node.exit_code in (0, SAVED_EXIT_CODE, ENDED_EXIT_CODE) for node in self.nodes)
             return Status.STOPPED if stopped else Status.FAILED
         if all(node.exit_code == 0 for node in self.nodes):
             return Status.DONE

@@ -92,13 +92,14 @@ def _failure(host: Host, run_id: str) -> Failure | None:
     if text is None:
         return None
     account = json.loads(text)
-    log = f"{folder}/ranks/*/attempt_0/{account['local_rank']}/stderr.log"
-    lines = host.run(f"tail -n 20 {log} 2>/dev/null", check=False).stdout.strip()
+    own, spokesman = (f"{folder}/ranks/*/attempt_0/{local}/stderr.log" for local in (account["local_rank"], 0))
+    # where all ranks refuse their configuration, only the first of each node says why
+    lines = host.run(f"[ -s {own} ] && log={own} || log={spokesman}; tail -n 20 $log 2>/dev/null", check=False).stdout
     return Failure(
         rank=account["rank"],
         local_rank=account["local_rank"],
         node=host.name,
         exit_code=account["exit_code"],
         at_seconds=account["at_seconds"],
-        last_lines=lines,
+        last_lines=lines.strip(),
     )

@@ -219,12 +219,16 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
         if not path.exists():
             return
-        for parent, folders, _files in os.walk(path):
+        _open(path)
+        for parent, folders, _files in os.walk(path):  # top-down: a folder is opened before it is entered
             for name in folders:
-                inner = Path(parent, name)
-                if not inner.is_symlink():
-                    with contextlib.suppress(OSError):
-                        inner.chmod(0o700)
+                _open(Path(parent, name))
+
+
+def _open(folder: Path) -> None:
+    if not folder.is_symlink():
+        with contextlib.suppress(OSError):
+            folder.chmod(0o700)
 
 
 def _pids() -> Iterator[int]:

@@ -119,5 +119,9 @@ def test_the_bar_says_that_it_waits_and_that_it_ends(
     view = RunView(Render(), 1)
     view.open()
     assert "step 0/1  waiting for the first step" in capsys.readouterr().err
+    view.output("a line of the log")
+    shown = capsys.readouterr()
+    assert shown.out == "a line of the log\n"
+    assert shown.err.endswith("step 0/1  waiting for the first step")  # drawn again below the line
     view.metrics({"step": 1, "step_seconds": 2.0})
     assert "step 1/1  ending" in capsys.readouterr().err

@@ -18,7 +18,7 @@ RUN = RunConfig("r", RESOLVED, nodes=4, devices_per_node=2)
 trains = st.builds(
     TrainConfig,
     model=st.sampled_from([*PRESETS, ModelShape(hidden=8, layers=1, heads=2, ffn=3)]),
-    data=st.lists(st.text(), min_size=1).map(tuple),
+    data=st.lists(st.text(min_size=1), min_size=1).map(tuple),
     strategy=st.sampled_from(("mics", "mics-flat", "zero3", "ddp")),
     partition=st.integers(1, 512),
     hierarchical=st.booleans(),
@@ -90,6 +90,7 @@ def test_a_model_may_be_a_preset_or_a_shape() -> None:
         ({"weight_decay": -0.1}, "weight_decay must be 0 or more"),
         ({"weight_decay": float("nan")}, "weight_decay must be 0 or more"),
         ({"data": ()}, "data names no corpus"),
+        ({"data": ("stdlib", "")}, "data names no corpus"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:

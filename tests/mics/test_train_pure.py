@@ -217,7 +217,7 @@ def test_progress_is_lines_in_a_pipe_and_one_line_with_eta_on_a_terminal(tmp_pat
 
 def test_a_line_for_people(tiny_run):
     line = readable(record(tiny_run(), [rank_step(1.03)] * 4), steps=9, eta_seconds=3725.4)
-    assert line.startswith("step 2/9  loss 4.1200  norm 0.50  lr 1.00e-03  0.25 s  512 tokens/s")
+    assert line.startswith("step 2/9  loss 4.1200  norm 0.50  lr 1.00e-03  0.25 s  512 tok/s")
     assert line.endswith("eta 1:02:05")
 
 

@@ -155,6 +155,24 @@ def test_stop_asks_first_and_ends_only_its_own_run(
         other.wait(timeout=10)
 
 
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_a_run_that_is_stopped_before_it_can_save_is_no_failure(
+    hosts: Hosts, topology: Topology, trainer: Callable[[str], None]
+) -> None:
+    trainer("time.sleep(600)\n")  # SIGTERM ends it, as it ends a rank that still imports torch
+    config = config_of(topology)
+    start(hosts, topology, config)
+    for host in hosts:
+        host.run(f"until ls .micsctl/runs/{config.run_id}/ranks/*/attempt_0/1/stdout.log; do sleep 0.1; done")
+    stop(hosts, config.run_id, grace_seconds=20)
+    [run] = list_runs(hosts)
+    assert (run.status, run.saved_when_stopped) == (Status.STOPPED, False)
+    with pytest.raises(JobError, match="was stopped") as raised:
+        follow(hosts, config.run_id, Seen(), poll_seconds=0.2)
+    assert "nothing to save" in raised.value.why
+
+
 def test_a_port_in_use_is_named(hosts: Hosts, topology: Topology) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -260,6 +278,17 @@ def test_an_abort_over_a_broken_connection_is_no_kill_from_outside(hosts: Hosts)
     found = first_failure(hosts, "r")
     assert found
     assert found.rank == 3
+
+
+def test_the_reason_of_a_refusal_is_found_whoever_is_named_first(hosts: Hosts) -> None:
+    """All ranks refuse, the first of each node says why, and torchrun may notice another one."""
+    for host, rank in zip(hosts, (1, 3), strict=True):
+        host.write(".micsctl/runs/r/failure.json", failure(rank=rank, local_rank=1, exit_code=2))
+        host.write(".micsctl/runs/r/ranks/x/attempt_0/0/stderr.log", "mics: the corpus is too short\n")
+        host.write(".micsctl/runs/r/ranks/x/attempt_0/1/stderr.log", "")
+    found = first_failure(hosts, "r")
+    assert found
+    assert found.last_lines == "mics: the corpus is too short"
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ class TrainConfig:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay must be 0 or more and finite, got {self.weight_decay}")
-        if not self.data:
+        if not all(self.data) or not self.data:
             raise ValueError("data names no corpus; use [stdlib] or files on the nodes")
         shape = shape_of(self.model)
         if self.sequence > shape.positions:

@@ -214,6 +214,6 @@ def readable(record: dict[str, Any], *, steps: int, eta_seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     return (
         f"step {record['step']}/{steps}  loss {record['loss']:.4f}  norm {record['grad_norm']:.2f}  "
-        f"lr {record['lr']:.2e}  {record['step_seconds']:.2f} s  {record['tokens_per_second']:,.0f} tokens/s  "
-        f"traffic {record['traffic_bytes'] / 1e6:.1f} MB/node  eta {hours}:{minutes:02}:{seconds:02}"
+        f"lr {record['lr']:.2e}  {record['step_seconds']:.2f} s  {record['tokens_per_second']:,.0f} tok/s  "
+        f"sent {record['traffic_bytes'] / 1e6:.1f} MB/node  eta {hours}:{minutes:02}:{seconds:02}"
     )

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
@@ -36,6 +37,8 @@ def main(arguments: list[str]) -> int:
         partial.write_text(json.dumps(account) + "\n")
         os.replace(partial, target)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:  # torchrun itself was asked to end, and has ended its ranks
+        return 128 + int(error.sigval)
     return 0
 
 
