@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from micsctl.cli import signals
@@ -65,35 +67,45 @@ def main() -> None:
 
     Hardly anything is imported before, so that Ctrl-C finds this ready for it.
     """
-    arguments = sys.argv[1:]
-    as_json, verbose = "--json" in arguments, bool({"-v", "--verbose"} & set(arguments))
-    explained: MicsctlError
+    as_json = "--json" in sys.argv[1:]
+    heard = signals.count_as_ctrl_c()
     try:
-        signals.count_as_ctrl_c()
+        error, code = _run(as_json)
+    except KeyboardInterrupt:  # once more, while the first was being dealt with
+        error, code = Interrupted("stopped by Ctrl-C"), int(ExitCode.INTERRUPTED)
+    signals.ignore(heard)  # for as long as it takes to say this
+    if error:
+        _explain(error, as_json)
+    signals.leave_at_once(heard)
+    sys.exit(code)
+
+
+def _run(as_json: bool) -> tuple[MicsctlError | None, int]:
+    """What is still to be explained, and the exit code."""
+    try:
         _open_standard_streams()
         build()()
+        return None, ExitCode.DONE
     except SystemExit as leaving:
-        if leaving.code == ExitCode.INTERRUPTED:  # before the command began; Typer makes this of it, without a word
-            explained = Interrupted("stopped by Ctrl-C")
-        else:
-            signals.leave_at_once()
-            if leaving.code == ExitCode.USAGE and as_json:  # Typer has explained it, on stderr only
-                _explain(UsageError("wrong command line", next="micsctl --help"), as_json)
-            raise
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if code == ExitCode.INTERRUPTED:  # before the command began; Typer makes this of it, without a word
+            return Interrupted("stopped by Ctrl-C"), code
+        if code == ExitCode.USAGE and as_json:  # Typer has explained it, on stderr only
+            return UsageError("wrong command line", next="micsctl --help"), code
+        return None, code
     except KeyboardInterrupt:
-        explained = Interrupted("stopped by Ctrl-C")
-    except MicsctlError as error:
-        explained = error
-        if verbose:
+        return Interrupted("stopped by Ctrl-C"), ExitCode.INTERRUPTED
+    except Exception as caught:  # noqa: BLE001  (the last net: a fault of ours is explained as well)
+        if {"-v", "--verbose"} & set(sys.argv[1:]):
             traceback.print_exc()
-    except Exception as error:  # noqa: BLE001  (the last net: a fault of ours is explained as well)
-        explained = _internal(error)
-        if verbose:
-            traceback.print_exc()
-    with signals.ignored():
-        _explain(explained, as_json)
-    signals.leave_at_once()
-    sys.exit(explained.exit_code)
+        error = _explained(caught)
+        return error, error.exit_code
+
+
+def _explained(caught: Exception) -> MicsctlError:
+    if isinstance(caught, MicsctlError):
+        return caught
+    return (isinstance(caught, OSError) and _file_error(caught)) or _internal(caught)
 
 
 def _explain(error: MicsctlError, as_json: bool) -> None:
@@ -110,6 +122,19 @@ def _open_standard_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+
+
+def _file_error(error: OSError) -> MicsctlError | None:
+    """A folder that cannot be used or a full disk; None where neither is to blame."""
+    from micsctl.home import Home
+
+    home = Home.find().folder
+    if error.filename and Path(os.fsdecode(error.filename)).is_relative_to(home):
+        why = f"{error.filename}: {error.strerror}"
+        return UsageError(f"cannot use the folder {home}", why, next="set MICSCTL_HOME to a folder of yours")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return MicsctlError("cannot write", f"{error.filename or 'a file'}: {error.strerror}")
+    return None
 
 
 def _internal(error: Exception) -> MicsctlError:

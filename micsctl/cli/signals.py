@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -15,11 +15,12 @@ from micsctl.errors import ExitCode
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def count_as_ctrl_c() -> None:
-    """Each of them raises KeyboardInterrupt in the main thread. What is ignored stays so: nohup ignores SIGHUP."""
-    for number in ENDING:
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
+def count_as_ctrl_c() -> tuple[signal.Signals, ...]:
+    """Those that now raise KeyboardInterrupt in the main thread; what is ignored stays so: nohup ignores SIGHUP."""
+    heard = tuple(number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN)
+    for number in heard:
+        signal.signal(number, signal.default_int_handler)
+    return heard
 
 
 @contextmanager
@@ -33,14 +34,18 @@ def ignored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def leave_at_once() -> None:
+def ignore(heard: Iterable[signal.Signals]) -> None:
+    for number in heard:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def leave_at_once(heard: Sequence[signal.Signals]) -> None:
     """For a command that is over: what still runs are threads that end, and one more Ctrl-C does not wait for them."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         os._exit(ExitCode.INTERRUPTED)
 
-    for number in ENDING:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, leave)
     # when the interpreter ends it gives handlers of ours, but not SIG_IGN, back to the system, which would kill us
-    atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in ENDING])
+    atexit.register(ignore, heard)
+    for number in heard:
+        signal.signal(number, leave)

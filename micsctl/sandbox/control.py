@@ -163,6 +163,7 @@ def _start(home: Home, folder: SandboxFolder, spec: SandboxSpec, ssh_user: str) 
     if level == "netns":
         _require_readable_python()
     config = _resolve(home, spec, ssh_user, level, note)
+    home.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # its OSError names the folder that cannot be used
     # cwd "/": the server must not keep anybody's folder busy, and must not import from it
     command = [sys.executable, "-m", "micsctl.sandbox.server", str(folder.path), json.dumps(asdict(config))]
     environment = {**_without_aws(os.environ), state.MARK: folder.id}

@@ -270,7 +270,11 @@ def main() -> int:
         with starter:
             starter.write(json.dumps({"ready": True}) + "\n")
 
-    lock = state.acquire(folder)
+    try:
+        lock = state.acquire(folder)
+    except OSError as error:
+        say({"error": {"what": "the sandbox did not start", "why": str(error), "next": ""}})
+        return 1
     if lock is None:
         say({"owned": True})
         return 0
@@ -285,6 +289,9 @@ def main() -> int:
     except MicsctlError as error:
         why = f"{error.why}\n{_tail(folder)}".strip()
         say({"error": {"what": error.what, "why": why, "next": error.next}})
+    except OSError as error:  # of a full disk, for one, where the log cannot be written either
+        say({"error": {"what": "the sandbox did not start", "why": str(error), "next": ""}})
+        raise
     except Exception as error:
         traceback.print_exc()
         say({"error": {"what": "the sandbox did not start", "why": f"{error}\n{_tail(folder)}".strip(), "next": ""}})

@@ -82,7 +82,7 @@ def test_signals_without_end_never_show_a_traceback(number: signal.Signals) -> N
     process = started(COMMAND.format(body="time.sleep(30)"))
     while process.poll() is None:
         process.send_signal(number)
-        time.sleep(0.001)
+        time.sleep(0.01)
     _, said = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "Traceback" not in said

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or nobody reads; and a current folder that is gone."""
+"""Standard streams that are closed, full, or nobody reads; and folders that cannot be used."""
 
 from __future__ import annotations
 
@@ -43,3 +43,12 @@ def test_a_current_folder_that_is_gone(tmp_path: Path) -> None:
     done = shell("mkdir gone; cd gone; rmdir ../gone; micsctl plan", tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("micsctl: the current folder does not exist any more\n")
+
+
+@pytest.mark.parametrize("command", ["up", "demo --output .", "sandbox status"])
+def test_a_home_that_cannot_be_used_is_named(command: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = shell(f"MICSCTL_HOME={tmp_path}/file/home micsctl {command}", tmp_path)
+    assert done.returncode == 2
+    assert f"micsctl: cannot use the folder {tmp_path}/file/home" in done.stderr
+    assert done.stderr.endswith("next: set MICSCTL_HOME to a folder of yours\n")
