@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from micsctl.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,11 @@ class ClusterFiles:
     @property
     def journal(self) -> Path:
         return self.folder / "journal.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the command that changes the cluster (see `hold`). Beside the folder, which `down` removes."""
+        return self.folder.with_name(f"{self.folder.name}.lock")
 
 
 @dataclass(frozen=True)
@@ -46,3 +56,23 @@ class Home:
     def cluster(self, provider: str, name: str) -> ClusterFiles:
         """Folder of the cluster `name`; providers are kept apart so that a sandbox never shadows a real cluster."""
         return ClusterFiles(self.folder / "clusters" / provider / name)
+
+
+@contextmanager
+def hold(lock: Path, what: str) -> Iterator[None]:
+    """Keep others on this laptop from doing `what` meanwhile. Raises UsageError that names the process that has it.
+
+    The lock ends with the process, however it ends; the file stays.
+    """
+    lock.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with lock.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            why = f"process {file.read().strip() or 'unknown'} has {lock}"
+            raise UsageError(f"another command is busy with {what}", why, next="wait for it, or end it") from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield

@@ -12,6 +12,7 @@ import typer
 from micsctl.cli.options import Options, with_flags
 from micsctl.cli.session import Session
 from micsctl.errors import ExitCode, UsageError
+from micsctl.home import hold
 from micsctl.report import clusters as shown
 
 NodeIndex = Annotated[int, typer.Argument(help="Number of the node; 0 is the head.", min=0)]
@@ -39,7 +40,8 @@ def up(
         )
         return
     session.confirm(f"bring up {spec.cluster.nodes} x {spec.cluster.type}?")
-    cluster = bring_up(session.aws, spec, session.files, report=session.render, open_hosts=open_hosts)
+    with hold(session.files.lock, f"cluster {spec.name!r}"):
+        cluster = bring_up(session.aws, spec, session.files, report=session.render, open_hosts=open_hosts)
     session.render.result(cluster, shown.nodes(cluster), text=shown.next_lines(cluster))
 
 
@@ -145,5 +147,6 @@ def down(options: Options) -> None:
 
     session = Session.of(options)
     session.confirm(f"take down cluster {session.spec.name!r}?")
-    result = take_down(session.aws, session.spec.name, session.files, report=session.render)
+    with hold(session.files.lock, f"cluster {session.spec.name!r}"):
+        result = take_down(session.aws, session.spec.name, session.files, report=session.render)
     session.render.result(result, text="nothing is left; nothing costs money")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from micsctl.cli.options import Options
 from micsctl.cli.render import Render, RunView
 from micsctl.cli.session import Session
 from micsctl.errors import ExitCode, Interrupted, JobError, MicsctlError, PartialError, UsageError
-from micsctl.home import Home
+from micsctl.home import Home, hold
 from micsctl.report import clusters as cluster_report
 from micsctl.report import demo as demo_report
 from micsctl.report import plans as plan_report
@@ -60,7 +59,7 @@ def demo(
     _require_extras()
     _writable(output)
     started = time.monotonic()
-    with _alone(session.home), _everything_ends(session):
+    with hold(session.files.lock, "a demo"), _everything_ends(session):
         stage, zero3, mics = _train_both(session)
         comparison = demo_report.table(stage, zero3, mics)
         render.table(comparison)
@@ -230,18 +229,6 @@ def _everything_ends(session: DemoSession) -> Iterator[None]:
             with session.render.phase("sandbox stop"):
                 control.stop(session.home)
             shutil.rmtree(session.home.folder, ignore_errors=True)
-
-
-@contextmanager
-def _alone(home: Home) -> Iterator[None]:
-    """Raises UsageError where another demo of this user runs: both would bring up the same cluster."""
-    home.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with home.folder.with_name("demo.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError("another demo is running", f"it holds {lock.name}", next="wait, or end it") from None
-        yield
 
 
 def _require_extras() -> None:

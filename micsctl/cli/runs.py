@@ -11,6 +11,7 @@ from micsctl.cli.options import Options, with_flags
 from micsctl.cli.render import RunView
 from micsctl.cli.session import Session
 from micsctl.errors import HealthError, Interrupted
+from micsctl.home import hold
 from micsctl.report import clusters as cluster_report
 from micsctl.report import plans as plan_report
 from micsctl.report import runs as run_report
@@ -55,7 +56,8 @@ def launch(
             topology = session.discover(cluster, hosts)
         _gate(session, session.findings(cluster, topology), skip=skip_gate)
         config = prepare(session.spec.train, topology, hosts, strategy=strategy, resume=resume)
-        with session.render.phase(f"start run {config.run_id}"):
+        what = f"cluster {cluster.name!r}"
+        with session.render.phase(f"start run {config.run_id}"), hold(session.files.lock, what):
             start(hosts, topology, config, master_port=master_port)
         if detach:
             session.render.result(

@@ -30,7 +30,7 @@ def test_what_ended_with_the_emulator_is_not_left_behind() -> None:
     [
         ((75, 75), "has stopped at step 3 of 20 and saved a checkpoint\nnext: micsctl launch --resume r"),
         ((0, 0), "is done"),
-        ((1, 1), "has ended at step 3 of 20 without saving a checkpoint now (failed)"),
+        ((1, 1), "has ended at step 3 of 20 without saving a checkpoint (failed)"),
     ],
 )
 def test_a_run_that_was_stopped_says_whether_it_saved(exit_codes: tuple[int, int], words: str) -> None:

@@ -311,7 +311,8 @@ def test_nodes_do_not_see_this_machines_secrets(nodes: Nodes) -> None:
     assert state.exists()
     for path in (nodes.home.sandbox, Path.home() / ".ssh", Path.home() / ".aws", nodes.home.folder / "clusters"):
         assert nodes.run(0, f"ls -d {path} 2>/dev/null || echo hidden") == "hidden"
-    assert nodes.run(0, "ls /tmp") == ""
+    with tempfile.NamedTemporaryFile(dir="/tmp") as mine:
+        assert nodes.run(0, f"ls {mine.name} 2>/dev/null || echo hidden") == "hidden"
 
 
 def test_metadata_service(nodes: Nodes) -> None:
