@@ -29,7 +29,7 @@ def test_torchrun_trains_and_leaves_metrics_and_a_checkpoint(tmp_path, tiny_run)
     (tmp_path / "run.json").write_text(run.to_json())
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run(
-        [*torchrun, "-m", "mics.train", "--config", str(tmp_path / "run.json")],
+        [*torchrun, "--log-dir", str(tmp_path / "logs"), "-m", "mics.train", "--config", str(tmp_path / "run.json")],
         capture_output=True,
         text=True,
         timeout=90,
