@@ -155,11 +155,14 @@ def _watch(session: Session, hosts: list[Host], config: RunConfig) -> None:
     view.open()
     try:
         follow(hosts, run_id, view)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BrokenPipeError):  # or whoever read our output has seen enough
         raise Interrupted("stopped watching", costs=goes_on, next=next) from None
     except (HostError, FanoutError) as error:
         why = "\n".join([error.what, *error.why.splitlines()])
-        raise HostError("cannot watch the run any more", why, costs=goes_on, next=next) from None
+        unless = f"unless the machines are gone, {goes_on}"
+        raise HostError(
+            "cannot watch the run any more", why, costs=unless, next=f"micsctl status   or   {next}"
+        ) from None
     finally:
         view.close()
     session.render.result({"run_id": run_id, "exit_code": 0}, text=f"run {run_id} is done")

@@ -12,7 +12,7 @@ from mics.config import RunConfig
 from micsctl.errors import MicsctlError, UsageError
 from micsctl.remote import fanout
 from micsctl.remote.host import Host
-from micsctl.runs.model import Failure, NodeState, Run
+from micsctl.runs.model import CONFIG_EXIT_CODE, Failure, NodeState, Run
 from micsctl.runs.shell import ALIVE
 
 # One line of JSON a run.
@@ -92,9 +92,10 @@ def _failure(host: Host, run_id: str) -> Failure | None:
     if text is None:
         return None
     account = json.loads(text)
-    own, spokesman = (f"{folder}/ranks/*/attempt_0/{local}/stderr.log" for local in (account["local_rank"], 0))
-    # where all ranks refuse their configuration, only the first of each node says why
-    lines = host.run(f"[ -s {own} ] && log={own} || log={spokesman}; tail -n 20 $log 2>/dev/null", check=False).stdout
+    # where all ranks refuse their configuration, the first of each node says why
+    speaker = 0 if account["exit_code"] == CONFIG_EXIT_CODE else account["local_rank"]
+    log = f"{folder}/ranks/*/attempt_0/{speaker}/stderr.log"
+    lines = host.run(f"tail -n 20 {log} 2>/dev/null", check=False).stdout
     return Failure(
         rank=account["rank"],
         local_rank=account["local_rank"],

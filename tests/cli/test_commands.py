@@ -118,7 +118,8 @@ def test_logs_as_json_are_one_document(
 
 
 @pytest.mark.parametrize(
-    ("broken", "explained"), [(KeyboardInterrupt(), Interrupted), (HostError("lost node 1"), HostError)]
+    ("broken", "explained"),
+    [(KeyboardInterrupt(), Interrupted), (BrokenPipeError(), Interrupted), (HostError("lost node 1"), HostError)],
 )
 def test_when_the_watching_ends_the_run_and_its_costs_are_named(
     hosts: list[FakeHost], monkeypatch: pytest.MonkeyPatch, broken: BaseException, explained: type[Exception]
