@@ -27,17 +27,11 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class DemoResult:
+class DemoResult(Stage):
     """The demo's last line. Bytes are sent per node and optimizer step, seconds are on emulated links."""
 
     ok: bool
     seconds: float
-    level: str
-    shaped: bool
-    link_mbps: int | None
-    nodes: int
-    devices: int
-    partition_size: int
     loss_first: float
     loss_last: float
     loss_max_difference: float
@@ -66,14 +60,9 @@ def result(stage: Stage, zero3: Curve, mics: Curve, *, seconds: float, leftovers
         and all(not measured or traffic_error(curve) <= TRAFFIC_AGREES_TO for curve in (zero3, mics))
     )
     return DemoResult(
+        **vars(stage),
         ok=ok,
         seconds=round(seconds, 1),
-        level=stage.level,
-        shaped=stage.shaped,
-        link_mbps=stage.link_mbps,
-        nodes=stage.nodes,
-        devices=stage.devices,
-        partition_size=stage.partition_size,
         loss_first=mics.losses[0],
         loss_last=mics.losses[-1],
         loss_max_difference=difference,

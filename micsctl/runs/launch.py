@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -28,7 +27,7 @@ _FREE_PORT = (
 
 
 def configure(plan: Plan, topology: Topology, run_id: str, *, resume_from: str | None = None) -> RunConfig:
-    """The run.json of a plan on these machines. Pure but for the sync token.
+    """The run.json of a plan on these machines. Pure.
 
     resume_from  folder with the checkpoints to go on from
     """
@@ -43,7 +42,6 @@ def configure(plan: Plan, topology: Topology, run_id: str, *, resume_from: str |
         # counters can be read where each node has an interface of its own, with one name everywhere
         interface=None if shared_loopback or len(interfaces) > 1 else interfaces.pop(),
         resume_from=resume_from,
-        sync_token=secrets.token_hex(8),
     )
 
 

@@ -36,7 +36,6 @@ runs = st.builds(
     devices_per_node=st.integers(1, 16),
     interface=st.none() | st.text(),
     resume_from=st.none() | st.text(),
-    sync_token=st.text(),
 )
 
 

@@ -101,7 +101,6 @@ class RunConfig:
     node_order: tuple[int, ...] = ()  # cluster index of the node with ranks 0..k-1, of the next, ...; () = as they are
     interface: str | None = None  # network interface whose counters give the traffic; None = count in the communicators
     resume_from: str | None = None  # folder of one whole checkpoint
-    sync_token: str = ""  # what rank 0 writes below checkpoint.path and every node must read
 
     def __post_init__(self) -> None:
         for name in ("partition", "hierarchical", "micro_batch", "precision"):

@@ -48,7 +48,7 @@ def prepare(run: RunConfig, place: Place, device: torch.device) -> Job:
     """Collective over all ranks. Raises RunRefusedError on all of them where one cannot use its part of the run."""
     t, dtypes = run.train, DTYPES[run.precision]
     if t.checkpoint.every:
-        check_shared(node_path(t.checkpoint.path), run_token(run, place), place)
+        check_shared(node_path(t.checkpoint.path), run_token(place), place)
     corpus = shared_corpus(run, place)
     resume = together(lambda: to_resume(node_path(run.resume_from), t.shape) if run.resume_from else None, place)
     interface = together(lambda: InterfaceCounter(run.interface if place.local_rank == 0 else None), place)
@@ -85,9 +85,9 @@ def shared_corpus(run: RunConfig, place: Place) -> Corpus:
     return corpus
 
 
-def run_token(run: RunConfig, place: Place) -> str:
+def run_token(place: Place) -> str:
     """What rank 0 writes below the checkpoint path: never the same twice, so that an old file proves nothing."""
-    return every_node(f"{run.sync_token}-{uuid.uuid4().hex}", place)[0]
+    return every_node(uuid.uuid4().hex, place)[0]
 
 
 def node_path(path: str) -> Path:

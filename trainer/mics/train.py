@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
     except RunRefusedError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"mics: {error}", file=sys.stderr)
+            sys.stderr.write(f"mics: {error}\n")  # in one piece: print would let another rank write into its line
         return REFUSED
     leave()
     return 0 if done else STOPPED
