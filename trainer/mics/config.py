@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,25 +19,81 @@ from mics.topology import RankGrid
 
 T = TypeVar("T")
 Auto = Literal["auto"]
-Precision = Literal["fp32", "bf16", "fp64"]
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Checkpointing = Literal["none", "selective", "full"]
+Compile = Literal["none", "inductor", "aot_eager"]
+Schedule = Literal["cosine", "wsd"]
 
 _STRICT = {"extra": "forbid", "strict": True}
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Where checkpoints go (a folder that every node sees) and how often (in optimizer steps; 0 = never)."""
+    """Where checkpoints go, how often (in optimizer steps) and which of them stay."""
 
     __pydantic_config__ = _STRICT
 
-    path: str = "/fsx/checkpoints"
-    every: int = 10
+    path: str = "/fsx/checkpoints"  # a folder that every node sees, or s3://bucket/prefix
+    every: int = 10  # 0 = never
+    keep: int = 3  # the newest ones; 0 = all
+    keep_every: int = 0  # and for good those whose step is a multiple of this; 0 = none
+    background: bool = True  # written while training goes on
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ValueError(f"checkpoint.every must be 0 or more, got {self.every}")
-        if not self.path.startswith("/"):
-            raise ValueError(f"checkpoint.path must be absolute, got {self.path!r}")
+        for name in ("every", "keep", "keep_every"):
+            _at_least(f"checkpoint.{name}", getattr(self, name), 0)
+        if not self.path.startswith(("/", "s3://")) or self.path.rstrip("/") in ("", "s3:"):
+            raise ValueError(f"checkpoint.path must be an absolute folder or s3://bucket/prefix, got {self.path!r}")
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """A loss on text that is not trained on, every so many optimizer steps."""
+
+    __pydantic_config__ = _STRICT
+
+    every: int = 0  # 0 = never
+    data: tuple[str, ...] = ()  # as in train.data; empty = `share` of train.data, taken from its end
+    share: float = 0.05
+    sequences: int = 64  # over all devices; the same ones each time
+
+    def __post_init__(self) -> None:
+        _at_least("validation.every", self.every, 0)
+        _at_least("validation.sequences", self.sequences, 1)
+        if not 0 < self.share < 1:
+            raise ValueError(f"validation.share must lie between 0 and 1, got {self.share}")
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """When a run that goes wrong is ended."""
+
+    __pydantic_config__ = _STRICT
+
+    skipped_steps: int = 20  # in a row, with a loss or gradient that is not finite
+    first_step_seconds: float = 1800.0  # compilation, connections, the first read of the data
+    step_seconds: float = 600.0  # afterwards
+
+    def __post_init__(self) -> None:
+        _at_least("limits.skipped_steps", self.skipped_steps, 1)
+        for name in ("first_step_seconds", "step_seconds"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"limits.{name} must be positive and finite, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """A window of steps that is recorded in the run's folder."""
+
+    __pydantic_config__ = _STRICT
+
+    first_step: int = 0  # 0 = never
+    steps: int = 2
+    memory: bool = False  # a memory snapshot as well (GPU only)
+
+    def __post_init__(self) -> None:
+        _at_least("profile.first_step", self.first_step, 0)
+        _at_least("profile.steps", self.steps, 1)
 
 
 @dataclass(frozen=True)
@@ -45,8 +102,9 @@ class TrainConfig:
 
     __pydantic_config__ = _STRICT
 
-    model: str | ModelShape = "gpt-3m"
-    data: tuple[str, ...] = ("stdlib",)  # "stdlib", or files and folders on the nodes
+    model: str | ModelShape = "gpt-3m"  # a preset, a shape, package.module:factory, or hf:CONFIG
+    data: tuple[str, ...] = ("stdlib",)  # "stdlib", or files, folders and s3:// names that the nodes see
+    mask_token: int | Auto = "auto"  # encoders only: id that hides a token; auto = the last of the vocabulary
     strategy: StrategyName = "mics"
     partition: int | Auto = "auto"
     hierarchical: bool | Auto = "auto"
@@ -55,12 +113,23 @@ class TrainConfig:
     sequence: int = 128  # tokens per sequence
     steps: int = 20  # optimizer steps
     lr: float = 2e-3
-    warmup: int = 2  # optimizer steps of linear warm-up, then a cosine down to lr / 10
+    schedule: Schedule = "cosine"  # down to lr / 10; wsd = warm-up, stable, decay to lr / 10
+    warmup: int = 2  # optimizer steps of linear warm-up
+    decay: int = 0  # wsd: optimizer steps of linear decay at the end; 0 = a tenth of all
     weight_decay: float = 0.1
     clip: float = 1.0  # largest global gradient norm
     precision: Precision | Auto = "auto"
+    checkpointing: Checkpointing | Auto = "auto"  # which activations are computed again in the backward pass
+    reshard_after_forward: bool | int | Auto = "auto"  # free gathered weights; false = keep; k = keep one copy a node
+    loss_chunk: int = 0  # tokens whose logits exist at one time; 0 = all
+    compile: Compile = "none"  # torch.compile, block by block
     seed: int = 0
+    deterministic: bool = False  # the same bits again on the same machines; slower
+    tensorboard: bool = False
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         for name in ("accumulation", "sequence", "steps"):
@@ -68,7 +137,8 @@ class TrainConfig:
         for name in ("partition", "micro_batch"):
             if getattr(self, name) != "auto":
                 _at_least(name, getattr(self, name), 1)
-        _at_least("warmup", self.warmup, 0)
+        for name in ("warmup", "decay", "loss_chunk"):
+            _at_least(name, getattr(self, name), 0)
         for name in ("lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
@@ -76,13 +146,18 @@ class TrainConfig:
             raise ValueError(f"weight_decay must be 0 or more and finite, got {self.weight_decay}")
         if not all(self.data) or not self.data:
             raise ValueError("data names no corpus; use [stdlib] or files on the nodes")
-        shape = shape_of(self.model)
-        if self.sequence > shape.positions:
-            raise ValueError(f"sequence {self.sequence} is longer than the model's {shape.positions} positions")
+        if self.shape and self.sequence > self.shape.positions:
+            raise ValueError(f"sequence {self.sequence} is longer than the model's {self.shape.positions} positions")
 
     @property
-    def shape(self) -> ModelShape:
-        return shape_of(self.model)
+    def shape(self) -> ModelShape | None:
+        """None for a model of the user's own, which only the nodes can build."""
+        return None if is_foreign(self.model) else shape_of(self.model)
+
+
+def is_foreign(model: str | ModelShape) -> bool:
+    """Whether the model is the user's own: package.module:factory, or hf:CONFIG."""
+    return isinstance(model, str) and ":" in model
 
 
 def _at_least(name: str, value: int, least: int) -> None:
@@ -99,11 +174,13 @@ class RunConfig:
     nodes: int
     devices_per_node: int
     node_order: tuple[int, ...] = ()  # cluster index of the node with ranks 0..k-1, of the next, ...; () = as they are
+    node_names: tuple[str, ...] = ()  # instance id by cluster index; () = unknown
+    trial_seconds: float = 0.0  # longest time to compare hierarchical with flat collectives at the start; 0 = do not
     interface: str | None = None  # network interface whose counters give the traffic; None = count in the communicators
     resume_from: str | None = None  # folder of one whole checkpoint
 
     def __post_init__(self) -> None:
-        for name in ("partition", "hierarchical", "micro_batch", "precision"):
+        for name in ("partition", "hierarchical", "micro_batch", "precision", "checkpointing", "reshard_after_forward"):
             if getattr(self.train, name) == "auto":
                 raise ValueError(f"train.{name} is still auto; run.json holds resolved values only")
 
@@ -158,15 +235,22 @@ class RunConfig:
         train = dict(_object(raw.get("train", {}), "train"))
         if isinstance(train.get("model"), dict):
             train["model"] = _build(ModelShape, train["model"], "train.model")
-        train["checkpoint"] = _build(CheckpointConfig, train.get("checkpoint", {}), "train.checkpoint")
-        if isinstance(train.get("data"), list):
-            train["data"] = tuple(train["data"])
-        raw["node_order"] = tuple(raw.get("node_order", ()))
-        return _build(cls, {**raw, "train": _build(TrainConfig, train, "train")}, "run.json")
+        for name, section in _SECTIONS.items():
+            train[name] = _build(section, train.get(name, {}), f"train.{name}")
+        raw["train"] = _build(TrainConfig, train, "train")
+        return _build(cls, raw, "run.json")
 
     @classmethod
     def read(cls, path: str | Path) -> RunConfig:
         return cls.from_json(Path(path).read_text())
+
+
+_SECTIONS: Mapping[str, type] = {
+    "validation": ValidationConfig,
+    "checkpoint": CheckpointConfig,
+    "limits": LimitsConfig,
+    "profile": ProfileConfig,
+}
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
@@ -181,6 +265,6 @@ def _build(cls: type[T], values: Any, where: str) -> T:
     if unknown:
         raise ValueError(f"{where}: unknown key {unknown[0]!r}")
     try:
-        return cls(**values)
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
     except TypeError as error:
         raise ValueError(f"{where}: {error}") from None
