@@ -61,6 +61,8 @@ class ClusterSpec(_Strict):
     image: str | None = None  # AMI id or SSM parameter name; None = the Deep Learning Base AMI
     ssh_user: str = Field("ubuntu", pattern=r"^[a-z_][a-z0-9_-]*$")
     volume_gb: int = Field(200, ge=8, le=16384)
+    # its role is what the nodes have on AWS, S3 for one; None = nothing
+    instance_profile: str | None = Field(None, pattern=r"^[\w+=,.@-]{1,128}$")
 
 
 class SandboxSpec(_Strict):
@@ -215,7 +217,16 @@ def _locate(data: CommentedMap, detail: ErrorDetails) -> tuple[int, list[str]]:
         here = here[key]
     if detail["type"] == "missing":
         path.append(str(detail["loc"][-1]))
+    if detail["type"] == "value_error":
+        line = _line_named(detail["msg"].removeprefix("Value error, "), here, path) or line
     return line, path
+
+
+def _line_named(message: str, section: Any, path: Sequence[str]) -> int | None:
+    """Line of the key that a section's own message begins with ("checkpoint.every must be ..."), where it is there."""
+    first, *rest = message.split(" ")[0].split(".")
+    key = rest[0] if rest and first == path[-1] else first
+    return section.lc.key(key)[0] + 1 if isinstance(section, CommentedMap) and key in section else None
 
 
 def _known_keys(path: Sequence[str]) -> list[str]:

@@ -166,10 +166,31 @@ def test_micsctl_imports_only_the_pure_modules_of_the_trainer() -> None:
     assert wrong == []
 
 
-def test_the_trainer_never_imports_micsctl_and_needs_torch_alone() -> None:
-    allowed = {"mics", "torch", "numpy", *sys.stdlib_module_names}
-    wrong = [str(found) for found in imports() if inside(found.source, "mics") and found.top not in allowed]
+EXTRAS = {
+    "boto3": {"mics.storage"},
+    "botocore": {"mics.storage"},
+    "smart_open": {"mics.storage"},
+    "transformers": {"mics.models.huggingface"},
+    "safetensors": {"mics.models.weights", "mics.models.convert"},
+    "tokenizers": {"mics.data.tokenizer"},
+}
+
+
+def test_the_trainer_never_imports_micsctl_and_keeps_each_extra_in_its_place() -> None:
+    needed = {"mics", "torch", "numpy", *sys.stdlib_module_names}
+    wrong = [
+        str(found)
+        for found in imports()
+        if inside(found.source, "mics") and found.top not in needed and found.source not in EXTRAS.get(found.top, set())
+    ]
     assert wrong == []
+
+
+def test_training_loads_no_extra() -> None:
+    extras = {*EXTRAS, "tensorboard"}
+    code = f"import sys, mics.train; print(sorted({extras} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
 def test_the_pure_modules_use_the_standard_library_and_each_other() -> None:

@@ -7,7 +7,15 @@ from typing import get_args
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mics.config import CheckpointConfig, TrainConfig
+from mics.config import (
+    CheckpointConfig,
+    Checkpointing,
+    LimitsConfig,
+    Precision,
+    ProfileConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from mics.shapes import PRESETS, ModelShape
 from mics.strategies import STRATEGIES
 
@@ -34,7 +42,18 @@ def annotated(model: type, field: str) -> st.SearchStrategy[str]:
     return st.sampled_from(get_args(model.model_fields[field].annotation))  # type: ignore[attr-defined]
 
 
-checkpoints = st.builds(CheckpointConfig, path=words.map(lambda w: f"/{w}"), every=st.integers(0, 1000))
+counts = st.integers(0, 1000)
+checkpoints = st.builds(
+    CheckpointConfig,
+    path=words.map(lambda w: f"/a{w}") | words.map(lambda w: f"s3://b{w}"),
+    every=counts,
+    keep=counts,
+    keep_every=counts,
+    background=st.booleans(),
+)
+validations = st.builds(ValidationConfig, every=counts, share=st.floats(0.01, 0.99), sequences=st.integers(1, 99))
+limits = st.builds(LimitsConfig, skipped_steps=st.integers(1, 99), first_step_seconds=positive, step_seconds=positive)
+profiles = st.builds(ProfileConfig, first_step=counts, steps=st.integers(1, 99), memory=st.booleans())
 shapes = st.builds(
     lambda width, heads, **rest: ModelShape(hidden=width * heads, heads=heads, **rest),
     width=st.integers(1, 64),
@@ -59,9 +78,16 @@ trains = st.builds(
     warmup=st.integers(0, 1000),
     weight_decay=st.floats(0, 10),
     clip=positive,
-    precision=st.sampled_from(("auto", "fp32", "bf16", "fp64")),
+    precision=st.sampled_from(("auto", *get_args(Precision))),
+    checkpointing=st.sampled_from(("auto", *get_args(Checkpointing))),
+    reshard_after_forward=st.just("auto") | st.booleans() | st.integers(1, 64),
+    mask_token=st.just("auto") | counts,
+    loss_chunk=counts,
     seed=st.integers(-(2**31), 2**63),
+    validation=validations,
     checkpoint=checkpoints,
+    limits=limits,
+    profile=profiles,
 )
 specs = st.builds(
     Spec,
@@ -101,7 +127,9 @@ def test_nothing_means_every_default() -> None:
 def test_the_dump_shows_every_key() -> None:
     text = dump(Spec())
     models = (Spec, ClusterSpec, SandboxSpec)
-    keys = [key for model in models for key in model.model_fields] + list(TrainConfig.__dataclass_fields__)
+    sections = (TrainConfig, ValidationConfig, CheckpointConfig, LimitsConfig, ProfileConfig)
+    keys = [key for model in models for key in model.model_fields]
+    keys += [key for section in sections for key in section.__dataclass_fields__]
     assert [key for key in keys if f"{key}:" not in text] == []
     assert "device_memory: 54MiB" in text
     assert "ttl: 12h" in text
@@ -125,6 +153,18 @@ def test_bytes_read_back(size: int) -> None:
     assert parse(f"sandbox: {{device_memory: {format_bytes_binary(size)}}}").sandbox.device_memory == size
 
 
+@pytest.mark.parametrize("model", ["my.package:factory", "hf:Qwen/Qwen3-0.6B", "hf:/fsx/config.json"])
+def test_a_model_may_be_the_users_own(model: str) -> None:
+    spec = parse(f"train: {{model: '{model}', sequence: 4096}}")
+    assert (spec.train.model, spec.train.shape) == (model, None)
+    assert parse(dump(spec)) == spec
+
+
+def test_true_is_no_number_of_ranks() -> None:
+    kept = [parse(f"train: {{reshard_after_forward: {word}}}").train.reshard_after_forward for word in ("true", "1")]
+    assert [type(value) for value in kept] == [bool, int]
+
+
 def test_a_model_may_be_a_shape() -> None:
     spec = parse("train:\n  model: {hidden: 64, layers: 2, heads: 4}\n  sequence: 64")
     assert spec.train.model == ModelShape(hidden=64, layers=2, heads=4)
@@ -137,8 +177,19 @@ def test_a_model_may_be_a_shape() -> None:
         ("train: {modle: gpt-3m}", 1, ("unknown key 'train.modle'", "'model'")),
         ("name: a\ntrain:\n  lr: abc\n", 3, ("train.lr", 'got "abc"')),
         ("train:\n  checkpoint:\n    pth: /x", 3, ("unknown key 'train.checkpoint.pth'", "'path'")),
-        ("train:\n  checkpoint: {path: x}", 2, ("checkpoint.path must be absolute",)),
-        ("train:\n  checkpoint: {every: -1}", 2, ("checkpoint.every must be 0 or more",)),
+        ("train:\n  checkpoint: {path: x}", 2, ("checkpoint.path must be an absolute folder or s3://", "'x'")),
+        ("train:\n  checkpoint: {path: 's3://'}", 2, ("checkpoint.path must be an absolute folder",)),
+        ("train:\n  checkpoint:\n    keep: 2\n    every: -1", 4, ("train.checkpoint: checkpoint.every must be",)),
+        ("train:\n  seed: 1\n  lr: 0", 3, ("train: lr must be positive and finite, got 0",)),
+        ("train:\n  validation:\n    every: 1\n    share: 1.5", 4, ("validation.share must lie between 0 and 1",)),
+        ("train:\n  validation:\n    data: /x", 3, ("train.validation.data", "array", 'got "/x"')),
+        ("train:\n  limits:\n    step_second: 1", 3, ("'train.limits.step_second'", "'step_seconds'")),
+        ("train:\n  limits:\n    step_seconds: 0", 3, ("limits.step_seconds must be positive",)),
+        ("train:\n  profile: {memory: 3}", 2, ("train.profile.memory", "boolean")),
+        ("train:\n  profile: 3", 2, ("train.profile", "got 3")),
+        ("train:\n  compile: true", 2, ("train.compile", "'inductor'", "got true")),
+        ("train:\n  reshard_after_forward: half", 2, ("train.reshard_after_forward", "boolean or", 'got "half"')),
+        ("train:\n  checkpointing: some", 2, ("train.checkpointing", "'selective'", 'got "some"')),
         ("zzz: 1", 1, ("unknown key 'zzz'", "known keys: name, provider, cluster, sandbox, train")),
         ("cluster: {ttl: 12}", 1, ("cluster.ttl", "12h", "not 12")),
         ("cluster: {ttl: 0h}", 1, ("cluster.ttl",)),

@@ -47,6 +47,7 @@ class Launch:
     placement_group: str | None
     user_data: str
     tags: Tags
+    instance_profile: str | None = None
 
 
 def run_instances_parameters(launch: Launch, token: str) -> dict[str, Any]:
@@ -80,6 +81,8 @@ def run_instances_parameters(launch: Launch, token: str) -> dict[str, Any]:
     }
     if launch.placement_group:
         parameters["Placement"] = {"GroupName": launch.placement_group}
+    if launch.instance_profile:
+        parameters["IamInstanceProfile"] = {"Name": launch.instance_profile}
     return parameters
 
 

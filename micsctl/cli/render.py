@@ -119,6 +119,7 @@ class RunView:
     def __init__(self, render: Render, steps: int) -> None:
         self._render, self._steps = render, steps
         self._seconds: list[float] = []
+        self._skipped, self._validation = 0, ""
         self._bar = ""
         self._live = sys.stderr.isatty() and not render.quiet
 
@@ -131,11 +132,15 @@ class RunView:
 
     def metrics(self, line: dict[str, Any]) -> None:
         self._seconds.append(line["step_seconds"])
+        self._skipped += line.get("skipped", False)
+        if line.get("validation_loss") is not None:
+            self._validation = f"  validation loss {line['validation_loss']:.4f}"
         if self._live:
             step, total = line["step"], self._steps
             seconds = (total - step) * median(self._seconds)  # as the trainer reckons it
             left = f"{seconds:.0f} s" if seconds < 60 else format_seconds(seconds)
-            self._draw(step, f"{left} left" if step < total else "ending")
+            skipped = f"  {self._skipped} skipped" if self._skipped else ""
+            self._draw(step, (f"{left} left" if step < total else "ending") + self._validation + skipped)
 
     def open(self) -> None:
         """The bar before the first step, which is seconds to minutes away."""

@@ -38,7 +38,15 @@ def launch(
     options: Options,
     detach: Annotated[bool, typer.Option("--detach", help="Start it and leave.")] = False,
     resume: Annotated[str | None, typer.Option(help="Go on from the newest whole checkpoint of this run.")] = None,
-    strategy: Annotated[str | None, typer.Option(help="In place of the file's: mics, mics-flat, zero3, ddp.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="In place of the file's: mics, mics-flat, zero3, zero2, ddp.")
+    ] = None,
+    profile_steps: Annotated[
+        str | None, typer.Option(metavar="STEP[:STEPS]", help="Record these optimizer steps in the run's folder.")
+    ] = None,
+    profile_memory: Annotated[
+        bool, typer.Option("--profile-memory", help="And what is in the GPU's memory in them.")
+    ] = False,
     skip_gate: Annotated[bool, typer.Option("--skip-gate", help="Launch on nodes that fail the checks too.")] = False,
     master_port: Annotated[int | None, typer.Option(help="TCP port of the rendezvous.", min=1, max=65535)] = None,
 ) -> None:
@@ -46,19 +54,22 @@ def launch(
 
     Plans for the machines that are there, ships the trainer and starts it on every node.
     """
+    from micsctl.runs.code import own_code
     from micsctl.runs.launch import start
-    from micsctl.runs.prepare import prepare
+    from micsctl.runs.prepare import prepare, with_profile
 
     session = Session.of(options)
+    train = with_profile(session.spec.train, steps=profile_steps, memory=profile_memory)
+    package = own_code(train, session.folder)
     cluster = session.cluster()
     with session.hosts(cluster) as hosts:
         with session.render.phase("topology"):
             topology = session.discover(cluster, hosts)
         _gate(session, session.findings(cluster, topology), skip=skip_gate)
-        config = prepare(session.spec.train, topology, hosts, strategy=strategy, resume=resume)
+        config = prepare(train, topology, hosts, strategy=strategy, resume=resume)
         what = f"cluster {cluster.name!r}"
         with session.render.phase(f"start run {config.run_id}"), hold(session.files.lock, what):
-            start(hosts, topology, config, master_port=master_port)
+            start(hosts, topology, config, own_code=package, master_port=master_port)
         if detach:
             session.render.result(
                 {"run_id": config.run_id}, text=with_flags(f"next: micsctl logs -f {config.run_id}", options)

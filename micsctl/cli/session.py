@@ -42,12 +42,21 @@ class Session:
         return cls(options, render, Home.find())
 
     @cached_property
+    def file(self) -> Path | None:
+        """mics.yaml; None where there is none, and the defaults hold."""
+        return self.options.config or _find_file()
+
+    @property
+    def folder(self) -> Path:
+        """Where mics.yaml lies, and beside it a model of the user's own."""
+        return self.file.parent if self.file else Path.cwd()
+
+    @cached_property
     def spec(self) -> Spec:
         """Flag > MICSCTL_* > file > AWS_REGION > default."""
         from micsctl import spec as specs
 
-        path = self.options.config or _find_file()
-        spec = specs.load(path) if path else specs.Spec()
+        spec = specs.load(self.file) if self.file else specs.Spec()
         said_in_file = "region" in spec.cluster.model_fields_set
         region = self.options.region or (None if said_in_file else os.environ.get("AWS_REGION"))
         return specs.override(spec, name=self.options.name, region=region)

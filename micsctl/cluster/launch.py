@@ -55,6 +55,7 @@ class Order:
     subnet: Subnet | None  # the user's; None = one of the cluster's own in each zone
     security_group_id: str
     key_name: str
+    instance_profile: str | None
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,7 @@ def _parameters(
         placement_group=group,
         user_data=render_bootstrap(cluster=order.cluster, ssh_user=ssh_user, ends_at=ends_at),
         tags=tags,
+        instance_profile=order.instance_profile,
     )
     return run_instances_parameters(launch, token)
 

@@ -161,6 +161,7 @@ def _start(
         subnet=network.subnet,
         security_group_id=network.security_group_id,
         key_name=ensure_key_pair(aws, spec.name, ensure_key_file(files.key), journal.intend),
+        instance_profile=spec.cluster.instance_profile,
     )
     return launch(aws, order, journal, report)
 

@@ -44,7 +44,7 @@ KNOWN: Mapping[str, InstanceType] = {
 def has_bf16(device: str) -> bool:
     """Whether the device computes in bf16, by its name ("V100", "Tesla V100-SXM2-32GB", "cpu").
 
-    False for GPUs older than Ampere and for CPUs, where fp32 is the faster choice.
+    False for GPUs older than Ampere, which have fp16, and for CPUs, where fp32 is the faster choice.
     """
     words = device.upper().replace("-", " ").split()
     return words[:1] != ["CPU"] and _NO_BF16.isdisjoint(words)

@@ -52,11 +52,11 @@ class Plan:
 
     machines: Machines
     train: TrainConfig  # no `auto` left in it
-    parameters: int
+    parameters: int | None  # None: a model of the user's own, which only the nodes can build
     partition_size: int
     hierarchical: bool
     memory_limit_bytes: float  # what is planned with: the device's memory times the margin
-    candidates: tuple[Candidate, ...]  # ascending partition sizes
-    traffic_bytes: float  # sent per node and optimizer step
-    traffic_zero3_bytes: float  # the same for strategy zero3
+    candidates: tuple[Candidate, ...]  # ascending partition sizes; () where the model cannot be weighed
+    traffic_bytes: float | None  # sent per node and optimizer step
+    traffic_zero3_bytes: float | None  # the same for strategy zero3
     reason: str

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mics.config import Auto, Precision, TrainConfig
+from mics.config import Auto, Checkpointing, Precision, TrainConfig
 from mics.shapes import ModelShape
-from mics.strategies import free_partition, rank_grid
+from mics.strategies import Reshard, free_partition, rank_grid, reshard_of
 from mics.topology import RankGrid
-from mics.traffic import Traffic, per_step
+from mics.traffic import per_step
 
 from micsctl.errors import UsageError
 from micsctl.planner import reason
@@ -18,9 +18,10 @@ from micsctl.planner.partition import (
     MICRO_BATCHES,
     Choice,
     MemoryOf,
+    Tries,
     candidates,
     choose,
-    largest_micro_batch,
+    choose_at,
     memory_limit_bytes,
 )
 
@@ -32,47 +33,50 @@ def plan(train: TrainConfig, machines: Machines) -> Plan:
     work; it is smaller only where the partition size that is asked for leaves no room. An explicit `train.partition`
     that does not fit is kept, with a warning in the reason.
 
-    Raises UsageError for a partition size or a hierarchy that the machines cannot have, and for a model that fits
-    neither at the strategy's own p nor, where p is free, at any.
-    """
-    precision: Precision = ("bf16" if machines.bf16 else "fp32") if train.precision == "auto" else train.precision
+    A model of the user's own cannot be weighed: its partition size and micro-batch must be given, and it is not
+    checkpointed unless asked for.
 
-    def memory_of(p: int, micro_batch: int) -> Memory:
+    Raises UsageError for a partition size, a hierarchy or a `reshard_after_forward` that the machines cannot have, for
+    a model that fits neither at the strategy's own p nor, where p is free, at any, and for one that cannot be weighed.
+    """
+    precision = train.precision if train.precision != "auto" else _precision(machines)
+    if train.shape is None:
+        return _unweighed(train, machines, precision)
+    shape, zero3 = train.shape, RankGrid(machines.world_size, machines.devices_per_node, machines.world_size)
+
+    def memory_of(p: int, micro_batch: int, checkpointing: Checkpointing) -> Memory:
         return estimate(
-            train.shape,
+            shape,
             partition_size=p,
             micro_batch=micro_batch,
             sequence=train.sequence,
             precision=precision,
             device=machines.device,
+            checkpointing=checkpointing,
+            reshard=_weighed_reshard(train, p),
+            loss_chunk=train.loss_chunk,
         )
 
     chosen = _choose(train, machines, memory_of)
     grid = _grid(train, machines, chosen.partition_size)
-    zero3 = RankGrid(machines.world_size, machines.devices_per_node, machines.world_size)
-    weighed = candidates(machines, chosen.micro_batch, memory_of)
-    resolved = replace(
-        train,
-        partition=grid.partition_size,
-        hierarchical=grid.hierarchical,
-        micro_batch=chosen.micro_batch,
-        precision=precision,
-    )
+    weighed = candidates(machines, chosen, memory_of)
+    resolved = _resolved(train, grid, chosen, precision)
+    reshard = _reshard(resolved, machines, grid)
     return Plan(
         machines=machines,
         train=resolved,
-        parameters=train.shape.parameters,
+        parameters=shape.parameters,
         partition_size=grid.partition_size,
         hierarchical=grid.hierarchical,
         memory_limit_bytes=memory_limit_bytes(machines),
         candidates=weighed,
-        traffic_bytes=traffic(train.shape, grid, precision, train.accumulation).total,
-        traffic_zero3_bytes=traffic(train.shape, zero3, precision, train.accumulation).total,
+        traffic_bytes=traffic_bytes(shape, grid, precision, train.accumulation, reshard),
+        traffic_zero3_bytes=traffic_bytes(shape, zero3, precision, train.accumulation, True),
         reason=reason.of_plan(train, resolved, machines, grid, weighed),
     )
 
 
-def traffic(shape: ModelShape, grid: RankGrid, precision: Precision, micro_steps: int) -> Traffic:
+def traffic_bytes(shape: ModelShape, grid: RankGrid, precision: Precision, micro_steps: int, reshard: Reshard) -> float:
     """Bytes sent per node and optimizer step (mics/traffic.py), for the widths of this precision."""
     width = WIDTHS[precision]
     blocks, root = shape.layers * shape.block_parameters, shape.root_parameters
@@ -83,27 +87,104 @@ def traffic(shape: ModelShape, grid: RankGrid, precision: Precision, micro_steps
         block_gradient_bytes=width.reduced * blocks,
         root_gradient_bytes=width.reduced * root,
         micro_steps=micro_steps,
+        reshard=reshard,
+    ).total
+
+
+def _precision(machines: Machines) -> Precision:
+    if machines.bf16:
+        return "bf16"
+    return "fp32" if machines.device == "cpu" else "fp16"
+
+
+def _unweighed(train: TrainConfig, machines: Machines, precision: Precision) -> Plan:
+    missing = ["train.micro_batch"] if train.micro_batch == "auto" else []
+    if train.partition == "auto" and free_partition(train.strategy):
+        missing.insert(0, "train.partition")
+    if missing or train.micro_batch == "auto":
+        raise reason.cannot_be_weighed(train, missing)
+    grid = _grid(train, machines, train.partition)
+    checkpointing: Checkpointing = "none" if train.checkpointing == "auto" else train.checkpointing
+    resolved = _resolved(train, grid, Choice(grid.partition_size, train.micro_batch, checkpointing), precision)
+    _reshard(resolved, machines, grid)
+    return Plan(
+        machines=machines,
+        train=resolved,
+        parameters=None,
+        partition_size=grid.partition_size,
+        hierarchical=grid.hierarchical,
+        memory_limit_bytes=memory_limit_bytes(machines),
+        candidates=(),
+        traffic_bytes=None,
+        traffic_zero3_bytes=None,
+        reason=reason.of_unweighed(train, resolved, machines, grid),
+    )
+
+
+def _resolved(train: TrainConfig, grid: RankGrid, chosen: Choice, precision: Precision) -> TrainConfig:
+    automatic = train.reshard_after_forward == "auto"
+    return replace(
+        train,
+        partition=grid.partition_size,
+        hierarchical=grid.hierarchical,
+        micro_batch=chosen.micro_batch,
+        precision=precision,
+        checkpointing=chosen.checkpointing,
+        reshard_after_forward=train.strategy != "zero2" if automatic else train.reshard_after_forward,
     )
 
 
 def _choose(train: TrainConfig, machines: Machines, memory_of: MemoryOf) -> Choice:
-    micro_batches = MICRO_BATCHES if train.micro_batch == "auto" else (train.micro_batch,)
-    free = choose(machines, micro_batches, memory_of)
+    tries = Tries(
+        MICRO_BATCHES if train.micro_batch == "auto" else (train.micro_batch,),
+        ("none", "full") if train.checkpointing == "auto" else (train.checkpointing,),
+    )
+    free = choose(machines, tries, memory_of)
     if train.partition == "auto" and free_partition(train.strategy):
         if free is None:
-            raise reason.fits_nowhere(train, machines, micro_batches[-1], memory_of)
+            raise reason.fits_nowhere(train, machines, _least(machines.world_size, tries), memory_of)
         return free
 
     asked = _grid(train, machines, train.partition).partition_size
-    tried = tuple(b for b in micro_batches if free is None or b <= free.micro_batch)
-    fitting = largest_micro_batch(machines, tried, asked, memory_of)
+    if free is not None:
+        tries = Tries(
+            [b for b in tries.micro_batches if b <= free.micro_batch],
+            tries.checkpointings[tries.checkpointings.index(free.checkpointing) :],
+        )
+    fitting = choose_at(machines, asked, tries, memory_of)
+    least = _least(asked, tries)
     if fitting is not None:
-        return Choice(asked, fitting)
+        return fitting
     if train.partition != "auto":
-        return Choice(asked, tried[-1])
+        return least
     if free is None:
-        raise reason.fits_nowhere(train, machines, tried[-1], memory_of)
-    raise reason.strategy_does_not_fit(train, machines, asked, free, memory_of(asked, tried[-1]))
+        raise reason.fits_nowhere(train, machines, _least(machines.world_size, tries), memory_of)
+    needed = memory_of(least.partition_size, least.micro_batch, least.checkpointing)
+    raise reason.strategy_does_not_fit(train, machines, asked, free, needed)
+
+
+def _least(p: int, tries: Tries) -> Choice:
+    """What needs the least memory at this p."""
+    return Choice(p, tries.micro_batches[-1], tries.checkpointings[-1])
+
+
+def _weighed_reshard(train: TrainConfig, p: int) -> Reshard:
+    """How long weights stay gathered where p is weighed; a number of devices that p has not keeps a whole copy."""
+    asked = train.reshard_after_forward
+    if train.strategy == "zero2":
+        return "step"
+    if asked == "auto":
+        return True
+    return asked if isinstance(asked, bool) or 1 <= asked <= p else False
+
+
+def _reshard(resolved: TrainConfig, machines: Machines, grid: RankGrid) -> Reshard:
+    asked = resolved.reshard_after_forward
+    assert asked != "auto"
+    try:
+        return reshard_of(resolved.strategy, asked, grid)
+    except ValueError as error:
+        raise _no_such_plan(machines, error, "train.reshard_after_forward: auto") from None
 
 
 def _grid(train: TrainConfig, machines: Machines, partition: int | Auto) -> RankGrid:
@@ -116,8 +197,12 @@ def _grid(train: TrainConfig, machines: Machines, partition: int | Auto) -> Rank
             hierarchical=train.hierarchical,
         )
     except ValueError as error:
-        raise UsageError(
-            f"no such plan for {machines.nodes} nodes x {machines.devices_per_node} devices",
-            str(error),
-            next="edit the train section of mics.yaml; partition: auto and hierarchical: auto let the plan choose",
-        ) from None
+        raise _no_such_plan(machines, error, "partition: auto and hierarchical: auto") from None
+
+
+def _no_such_plan(machines: Machines, error: ValueError, instead: str) -> UsageError:
+    return UsageError(
+        f"no such plan for {machines.nodes} nodes x {machines.devices_per_node} devices",
+        str(error),
+        next=f"edit the train section of mics.yaml; {instead} let the plan choose",
+    )

@@ -11,7 +11,7 @@ from mics.topology import RankGrid
 
 from micsctl.errors import UsageError
 from micsctl.planner.model import Candidate, Machines, Memory
-from micsctl.planner.partition import MARGIN, MICRO_BATCHES, Choice, MemoryOf, memory_limit_bytes
+from micsctl.planner.partition import MARGIN, MICRO_BATCHES, Choice, MemoryOf, fits, memory_limit_bytes
 
 MOST_NODES = 1000  # as many as mics.yaml allows
 
@@ -19,28 +19,54 @@ MOST_NODES = 1000  # as many as mics.yaml allows
 def of_plan(
     asked: TrainConfig, resolved: TrainConfig, machines: Machines, grid: RankGrid, weighed: Sequence[Candidate]
 ) -> str:
-    """Why this p, where its gathers run, why this micro-batch and precision. One paragraph."""
+    """Why this p, where its gathers run, why this micro-batch, checkpointing and precision. One paragraph."""
     sentences = [
         *_size(asked, machines, grid.partition_size, weighed),
         _place(grid),
+        *_kept(resolved, grid),
         *_micro_batch(asked, resolved, grid),
+        *_checkpointing(asked, resolved, grid),
         *_precision(asked, resolved, machines),
     ]
     return " ".join(sentences)
 
 
-def fits_nowhere(train: TrainConfig, machines: Machines, micro_batch: int, memory_of: MemoryOf) -> UsageError:
-    """The error for a model that does not fit even at p = n with the smallest micro-batch."""
-    n = machines.world_size
-    needed = memory_of(n, micro_batch)
-    enough = _enough_nodes(machines, micro_batch, memory_of)
+def of_unweighed(asked: TrainConfig, resolved: TrainConfig, machines: Machines, grid: RankGrid) -> str:
+    """The same for a model that only the nodes can build."""
+    p = grid.partition_size
+    sentences = [
+        f"p = {p}{_origin(asked)}: only the nodes can build {asked.model}; its memory and traffic are not predicted.",
+        _place(grid),
+        *_kept(resolved, grid),
+    ]
+    if asked.checkpointing == "auto":
+        sentences.append("No activation is computed again: train.checkpointing: full asks for it.")
+    return " ".join([*sentences, *_precision(asked, resolved, machines)])
+
+
+def cannot_be_weighed(train: TrainConfig, missing: Sequence[str]) -> UsageError:
+    """The error for a model that only the nodes can build, where the plan would have to know its memory."""
+    return UsageError(
+        f"{train.model} cannot be planned for without {' and '.join(missing)}",
+        "only the nodes can build it, so its size is not known here",
+        next=", ".join(f"{key}: a number" for key in missing) + "   (model states take 16 bytes a parameter over p)",
+    )
+
+
+def fits_nowhere(train: TrainConfig, machines: Machines, least: Choice, memory_of: MemoryOf) -> UsageError:
+    """The error for a model that does not fit even at p = n with all else as small as it may be."""
+    n, micro_batch = machines.world_size, least.micro_batch
+    needed = memory_of(n, micro_batch, least.checkpointing)
+    enough = _enough_nodes(machines, least, memory_of)
+    again = "" if least.checkpointing == "none" else f", checkpointing {least.checkpointing}"
     why = [
-        f"at p = {n}, the largest, and micro-batch {micro_batch} a device needs {_memory(needed.total)}: "
+        f"at p = {n}, the largest, and micro-batch {micro_batch}{again} a device needs {_memory(needed.total)}: "
         f"{_memory(needed.states)} of model states and {_memory(needed.total - needed.states)} that p does not divide",
         f"planned with: {_limit(machines)}",
     ]
     advice = [f"cluster.nodes: {enough} (or more)"] if enough else []
     advice += ["a smaller train.micro_batch"] if micro_batch > 1 else []
+    advice += ["train.checkpointing: full"] if least.checkpointing != "full" else []
     advice += ["a shorter train.sequence", "devices with more memory"]
     if not enough:
         why.append("no number of nodes helps: what p does not divide fills the device")
@@ -66,7 +92,7 @@ def strategy_does_not_fit(
 def _size(asked: TrainConfig, machines: Machines, p: int, weighed: Sequence[Candidate]) -> list[str]:
     chosen = next(c for c in weighed if c.partition_size == p)
     smaller = [c for c in weighed if c.partition_size < p]
-    states_bytes, parameters = chosen.memory.states * p, asked.shape.parameters
+    states_bytes, parameters = chosen.memory.states * p, _parameters(asked)
     head = (
         f"p = {p}{_origin(asked)}: {states_bytes / parameters:.0f} bytes of model states for each of "
         f"{_count(parameters)} parameters are {_memory(states_bytes)}; a device is planned with {_limit(machines)}."
@@ -116,17 +142,45 @@ def _micro_batch(asked: TrainConfig, resolved: TrainConfig, grid: RankGrid) -> l
     ]
 
 
+def _kept(resolved: TrainConfig, grid: RankGrid) -> list[str]:
+    """What it costs that gathered weights are not freed after the forward pass."""
+    kept = resolved.reshard_after_forward
+    if resolved.strategy == "zero2":
+        return ["Weights are gathered once and kept until the optimizer step, as strategy zero2 does."]
+    if kept is True or grid.partition_size == 1:
+        return []
+    if kept is False:
+        return ["Gathered weights are kept for the backward pass, so a device holds the whole model's."]
+    return [f"Between forward and backward {kept} devices of a node share one copy, so only one gather crosses nodes."]
+
+
+def _checkpointing(asked: TrainConfig, resolved: TrainConfig, grid: RankGrid) -> list[str]:
+    if asked.checkpointing != "auto":
+        return []
+    if resolved.checkpointing == "none":
+        return ["Checkpointing none: it fits without computing activations again."]
+    if grid.partition_size > grid.devices_per_node:
+        return ["Checkpointing full: the less memory a device needs, the smaller is the p that spans nodes."]
+    return ["Checkpointing full: without it, it does not fit inside a node."]
+
+
 def _precision(asked: TrainConfig, resolved: TrainConfig, machines: Machines) -> list[str]:
     if asked.precision == "auto":
         has = "computes in bf16" if machines.bf16 else "has no fast bf16"
-        return [f"Precision {resolved.precision}: {machines.device} {has}."]
+        scale = ", so the loss is scaled against underflow" if resolved.precision == "fp16" else ""
+        return [f"Precision {resolved.precision}: {machines.device} {has}{scale}."]
     if asked.precision == "bf16" and not machines.bf16:
         return [f"Precision bf16 as asked for, but {machines.device} has no fast bf16: expect it to be slow."]
     return []
 
 
 def _name(train: TrainConfig) -> str:
-    return train.model if isinstance(train.model, str) else f"a model of {_count(train.shape.parameters)} parameters"
+    return train.model if isinstance(train.model, str) else f"a model of {_count(_parameters(train))} parameters"
+
+
+def _parameters(train: TrainConfig) -> int:
+    assert train.shape is not None, "a model that cannot be weighed has no reason of this kind"
+    return train.shape.parameters
 
 
 def _limit(machines: Machines) -> str:
@@ -134,11 +188,14 @@ def _limit(machines: Machines) -> str:
     return f"{_memory(limit)} ({MARGIN * 100:.0f} % of {_memory(whole)})"
 
 
-def _enough_nodes(machines: Machines, micro_batch: int, memory_of: MemoryOf) -> int | None:
+def _enough_nodes(machines: Machines, least: Choice, memory_of: MemoryOf) -> int | None:
     """The fewest nodes for which p = n fits; memory falls with p, so they are found by halving. None: too few."""
-    limit, k = memory_limit_bytes(machines), machines.devices_per_node
-    more = range(machines.nodes + 1, MOST_NODES + 1)
-    fewest = bisect_left(more, True, key=lambda nodes: memory_of(nodes * k, micro_batch).total <= limit)
+    k, more = machines.devices_per_node, range(machines.nodes + 1, MOST_NODES + 1)
+
+    def enough(nodes: int) -> bool:
+        return fits(machines, memory_of(nodes * k, least.micro_batch, least.checkpointing))
+
+    fewest = bisect_left(more, True, key=enough)
     return more[fewest] if fewest < len(more) else None
 
 

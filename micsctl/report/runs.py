@@ -14,11 +14,13 @@ def summary(run: Run) -> dict[str, Any]:
     return {
         "run_id": run.run_id,
         "status": run.status.value,
+        "why": run.why,
         "strategy": train.strategy,
         "partition_size": run.config.grid.partition_size,
         "step": run.last_step,
         "steps": train.steps,
         "loss": run.last_loss,
+        "skipped_in_row": run.skipped_in_row,
         "resumed_from": run.config.resume_from,
         "exit_codes": {node.index: node.exit_code for node in run.nodes},
     }
@@ -33,14 +35,14 @@ def after_stop(run: Run) -> str:
         )
     if run.status is Status.DONE:
         return f"run {run.run_id} is done"
-    return f"run {run.run_id} has ended at {step} without saving a checkpoint ({run.status.value})"
+    return f"run {run.run_id} has ended at {step} without saving a checkpoint ({_ended(run)})"
 
 
 def table(runs: Sequence[Run]) -> Table:
     rows = tuple(
         (
             run.run_id,
-            run.status.value,
+            _ended(run),
             run.config.train.strategy,
             str(run.config.grid.partition_size),
             f"{run.last_step or 0}/{run.config.train.steps}",
@@ -49,3 +51,7 @@ def table(runs: Sequence[Run]) -> Table:
         for run in runs
     )
     return Table("runs", ("run", "status", "strategy", "p", "step", "loss"), rows, frozenset({"p", "step", "loss"}))
+
+
+def _ended(run: Run) -> str:
+    return f"{run.status.value}, {run.why}" if run.why else run.status.value

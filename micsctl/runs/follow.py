@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -12,7 +11,15 @@ from typing import Any, Protocol
 from micsctl.errors import JobError, MicsctlError, UsageError
 from micsctl.remote import fanout
 from micsctl.remote.host import Host
-from micsctl.runs.model import CONFIG_EXIT_CODE, ENDED_EXIT_CODE, SAVED_EXIT_CODE, Failure
+from micsctl.runs.model import (
+    CONFIG_EXIT_CODE,
+    ENDED_EXIT_CODE,
+    EXIT_WORDS,
+    SAVED_EXIT_CODE,
+    STALLED_EXIT_CODE,
+    Failure,
+    signal_name,
+)
 from micsctl.runs.shell import ALIVE, LOGS
 from micsctl.runs.state import first_failure
 from micsctl.runs.stop import stop
@@ -120,13 +127,19 @@ def _explain(hosts: Sequence[Host], run_id: str, codes: Sequence[int | None]) ->
     if failure.exit_code == CONFIG_EXIT_CODE:
         hint = "micsctl launch, without --resume" if "resume_from" in failure.last_lines else "edit mics.yaml"
         return UsageError(f"run {run_id} was refused by the trainer", failure.last_lines, next=hint)
+    again = f"micsctl launch --resume {run_id}"
     if failure.exit_code == SAVED_EXIT_CODE:
-        why = "it was asked to stop and saved a checkpoint"
-        return JobError(f"run {run_id} was stopped", why, next=f"micsctl launch --resume {run_id}")
+        why = failure.last_lines or "it was asked to stop"
+        return JobError(f"run {run_id} was stopped and saved a checkpoint", why, next=again)
+    if failure.exit_code in EXIT_WORDS:
+        what = f"run {run_id} has ended: {EXIT_WORDS[failure.exit_code]}"
+        stacks = f"micsctl exec cat .micsctl/runs/{run_id}/stall/rank-*.txt   (stacks)   or   "
+        first = stacks if failure.exit_code == STALLED_EXIT_CODE else ""
+        return JobError(what, failure.last_lines, next=first + again)
     return JobError(
         f"run {run_id} failed: rank {failure.rank} on {failure.node} {how_it_ended(failure)}",
         failure.last_lines,
-        next=f"{logs} --rank {failure.rank}   or   micsctl launch --resume {run_id}",
+        next=f"{logs} --rank {failure.rank}   or   {again}",
     )
 
 
@@ -134,9 +147,6 @@ def how_it_ended(failure: Failure) -> str:
     """In words: "was killed by SIGKILL (exit code -9; often the machine ran out of memory)"."""
     if failure.exit_code >= 0:
         return f"ended with exit code {failure.exit_code}"
-    try:
-        name = signal.Signals(-failure.exit_code).name
-    except ValueError:
-        name = f"signal {-failure.exit_code}"
+    name = signal_name(-failure.exit_code)
     hint = "; often the machine ran out of memory" if name == "SIGKILL" else ""
     return f"was killed by {name} (exit code {failure.exit_code}{hint})"

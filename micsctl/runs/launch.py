@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from mics.config import RunConfig
@@ -26,27 +27,42 @@ _FREE_PORT = (
 )
 
 
-def configure(plan: Plan, topology: Topology, run_id: str, *, resume_from: str | None = None) -> RunConfig:
+def configure(
+    plan: Plan, topology: Topology, run_id: str, *, trial_seconds: float = 0.0, resume_from: str | None = None
+) -> RunConfig:
     """The run.json of a plan on these machines. Pure.
 
-    resume_from  folder with the checkpoints to go on from
+    trial_seconds  how long hierarchical and flat collectives may be compared at the start
+    resume_from    folder with the checkpoints to go on from
     """
     shared_loopback = any(node.interface == "lo" for node in topology.nodes)
     interfaces = {node.interface for node in topology.nodes}
+    names = {node.index: node.instance_id for node in topology.nodes}
     return RunConfig(
         run_id=run_id,
         train=plan.train,
         nodes=len(topology.nodes),
         devices_per_node=topology.devices_per_node,
         node_order=tuple(node.index for node in topology.nodes),
+        node_names=tuple(names.get(index, "") for index in range(max(names) + 1)),
+        trial_seconds=trial_seconds,
         # counters can be read where each node has an interface of its own, with one name everywhere
         interface=None if shared_loopback or len(interfaces) > 1 else interfaces.pop(),
         resume_from=resume_from,
     )
 
 
-def start(hosts: Sequence[Host], topology: Topology, config: RunConfig, *, master_port: int | None = None) -> None:
+def start(
+    hosts: Sequence[Host],
+    topology: Topology,
+    config: RunConfig,
+    *,
+    own_code: Path | None = None,
+    master_port: int | None = None,
+) -> None:
     """Ship the code, write the run's folder and start it detached on every node, or on none.
+
+    own_code  the user's package with the model, sent along (`code.own_code`)
 
     Raises UsageError when a run is still going on these nodes (its devices are taken) or the port is in use.
     """
@@ -54,11 +70,15 @@ def start(hosts: Sequence[Host], topology: Topology, config: RunConfig, *, maste
     ordered = [by_index[node.index] for node in topology.nodes]
     _refuse_second_run(hosts)
     port = _port(ordered[0], master_port)
-    package = resources.trainer()
-    code_hash = code.content_hash(package)
-    fanout.each(ordered, lambda host: code.ship(host, package, code_hash))
+    packages = {code.content_hash(package): package for package in (resources.trainer(), own_code) if package}
+
+    def ship(host: Host) -> None:
+        for code_hash, package in packages.items():
+            code.ship(host, package, code_hash)
+
+    fanout.each(ordered, ship)
     scripts = {
-        node.index: start_script(config, topology, rank, port=port, code_hash=code_hash)
+        node.index: start_script(config, topology, rank, port=port, code_hashes=tuple(packages))
         for rank, node in enumerate(topology.nodes)
     }
     folder = f".micsctl/runs/{config.run_id}"
@@ -79,8 +99,11 @@ def start(hosts: Sequence[Host], topology: Topology, config: RunConfig, *, maste
         raise
 
 
-def start_script(config: RunConfig, topology: Topology, rank: int, *, port: int, code_hash: str) -> str:
-    """start.sh of the node with this place in the launch order. Rendezvous is static, on private addresses."""
+def start_script(config: RunConfig, topology: Topology, rank: int, *, port: int, code_hashes: Sequence[str]) -> str:
+    """start.sh of the node with this place in the launch order. Rendezvous is static, on private addresses.
+
+    code_hashes  of the trainer first: nobody's package may take the place of one of its modules
+    """
     node: NodeFacts = topology.nodes[rank]
     templates = Environment(
         loader=FileSystemLoader(resources.templates()),
@@ -91,7 +114,7 @@ def start_script(config: RunConfig, topology: Topology, rank: int, *, port: int,
     )
     return templates.get_template("start.sh.j2").render(
         run_id=config.run_id,
-        code_hash=code_hash,
+        python_path=":".join(f"$HOME/.micsctl/code/{code_hash}" for code_hash in code_hashes),
         environment=environment(node),
         node_index=node.index,
         nodes=config.nodes,

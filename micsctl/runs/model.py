@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import signal
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -13,9 +14,20 @@ from mics.config import RunConfig
 from micsctl.errors import UsageError
 
 # exit codes of mics.train
-CONFIG_EXIT_CODE = 2  # a mistake in the configuration, the data or the checkpoint path
-SAVED_EXIT_CODE = 75  # asked to stop, checkpoint written
+CONFIG_EXIT_CODE = 2  # a mistake in the configuration, the model, the data or the checkpoint path
+UNSAVED_EXIT_CODE = 73  # checkpoints cannot be written
+STALLED_EXIT_CODE = 74  # a rank stood still for longer than train.limits allows
+SAVED_EXIT_CODE = 75  # asked to stop (SIGTERM, spot notice), checkpoint written
+DIVERGED_EXIT_CODE = 76  # too many steps in a row without a finite gradient
 ENDED_EXIT_CODE = 128 + 15  # of the launcher: SIGTERM came before a rank could answer it, so nothing was saved
+
+# how the trainer ended a run that did not go well; the first that any node has is the cause
+EXIT_WORDS = {
+    STALLED_EXIT_CODE: "a rank stood still",
+    DIVERGED_EXIT_CODE: "too many steps without a finite gradient",
+    UNSAVED_EXIT_CODE: "checkpoints cannot be written",
+    CONFIG_EXIT_CODE: "refused by the trainer",
+}
 
 
 class Status(StrEnum):
@@ -44,7 +56,7 @@ class Failure:
     node: str
     exit_code: int  # negative: ended by that signal
     at_seconds: float
-    last_lines: str  # of the rank's stderr
+    last_lines: str  # of the rank's stderr; what the trainer says itself, where it ended the run
 
 
 @dataclass(frozen=True)
@@ -56,11 +68,25 @@ class Run:
     nodes: tuple[NodeState, ...]
     last_step: int | None
     last_loss: float | None
+    skipped_in_row: int = 0  # steps up to the last one that had no finite gradient
 
     @property
     def saved_when_stopped(self) -> bool:
         """Whether it answered the request to stop with a checkpoint."""
         return self.status is Status.STOPPED and any(node.exit_code == SAVED_EXIT_CODE for node in self.nodes)
+
+    @property
+    def why(self) -> str:
+        """How it ended, in words; "" where there is nothing to say."""
+        status, codes = self.status, [node.exit_code for node in self.nodes if node.exit_code]
+        if status is Status.STOPPED:
+            return "with a checkpoint" if self.saved_when_stopped else "before it could save"
+        if status is Status.LOST:
+            return "the machines or the launchers were killed"
+        said = next((words for code, words in EXIT_WORDS.items() if code in codes), "")
+        if said or not codes:
+            return said
+        return f"killed by {signal_name(codes[0] - 128)}" if codes[0] > 128 else f"exit code {codes[0]}"
 
     @property
     def status(self) -> Status:
@@ -70,6 +96,13 @@ class Run:
         if all(node.exit_code == 0 for node in self.nodes):
             return Status.DONE
         return Status.RUNNING if any(node.alive for node in self.nodes) else Status.LOST
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def new_run_id(strategy: str, now: datetime | None = None) -> str:

@@ -12,7 +12,7 @@ from mics.config import RunConfig
 from micsctl.errors import MicsctlError, UsageError
 from micsctl.remote import fanout
 from micsctl.remote.host import Host
-from micsctl.runs.model import CONFIG_EXIT_CODE, Failure, NodeState, Run
+from micsctl.runs.model import EXIT_WORDS, SAVED_EXIT_CODE, STALLED_EXIT_CODE, Failure, NodeState, Run
 from micsctl.runs.shell import ALIVE
 
 # One line of JSON a run.
@@ -69,21 +69,27 @@ def _run(run_id: str, by_node: dict[int, dict[str, Any]]) -> Run:
         nodes=tuple(NodeState(index, entry["alive"], entry["exit"]) for index, entry in entries),
         last_step=last.get("step"),
         last_loss=last.get("loss"),
+        skipped_in_row=last.get("skipped_in_row", 0),
     )
 
 
 def first_failure(hosts: Sequence[Host], run_id: str) -> Failure | None:
     """The rank that failed first, over all nodes; None where no node knows of one.
 
-    A rank that a signal ended is the cause even where its peers noticed the broken connection a moment earlier. But
+    After a stall the ranks that ended themselves over it know whom they waited for; he is killed in the end. Otherwise
+    a rank that a signal ended is the cause even where its peers noticed the broken connection a moment earlier. But
     SIGTERM is what torchrun sends to the others, and with SIGABRT a rank ends itself, over a broken connection too.
+    Where the trainer ended the run, a node whose ranks say why comes before one whose ranks are silent.
     """
     found = [failure for failure in fanout.each(hosts, lambda host: _failure(host, run_id)) if failure]
-    return min(found, key=lambda f: (not _is_cause(f.exit_code), f.at_seconds), default=None)
+    return min(found, key=_order, default=None)
 
 
-def _is_cause(exit_code: int) -> bool:
-    return exit_code < 0 and -exit_code not in (signal.SIGTERM, signal.SIGABRT)
+def _order(failure: Failure) -> tuple[bool, bool, bool, float]:
+    code = failure.exit_code
+    cause = code < 0 and -code not in (signal.SIGTERM, signal.SIGABRT)
+    silent = code in EXIT_WORDS and not failure.last_lines
+    return code != STALLED_EXIT_CODE, not cause, silent, failure.at_seconds
 
 
 def _failure(host: Host, run_id: str) -> Failure | None:
@@ -92,15 +98,17 @@ def _failure(host: Host, run_id: str) -> Failure | None:
     if text is None:
         return None
     account = json.loads(text)
-    # where all ranks refuse their configuration, the first of each node says why
-    speaker = 0 if account["exit_code"] == CONFIG_EXIT_CODE else account["local_rank"]
-    log = f"{folder}/ranks/*/attempt_0/{speaker}/stderr.log"
-    lines = host.run(f"tail -n 20 {log} 2>/dev/null", check=False).stdout
+    logs = f"{folder}/ranks/*/attempt_0"
+    if account["exit_code"] in (*EXIT_WORDS, SAVED_EXIT_CODE):  # any rank of the node may be the one that says why
+        question = f"grep -h '^mics: ' {logs}/*/stderr.log 2>/dev/null | sort -u | tail -n 5"
+    else:
+        question = f"tail -n 20 {logs}/{account['local_rank']}/stderr.log 2>/dev/null"
+    lines = host.run(question, check=False).stdout.strip()
     return Failure(
         rank=account["rank"],
         local_rank=account["local_rank"],
         node=host.name,
         exit_code=account["exit_code"],
         at_seconds=account["at_seconds"],
-        last_lines=lines.strip(),
+        last_lines=account.get("stall") or lines,
     )

@@ -34,33 +34,58 @@ class Request:
     path: str
     query: str
     headers: Mapping[str, str]
-    body: bytes
+    body: bytes | None  # None = not read yet: its reader compares it with X-Amz-Content-SHA256
 
 
-def refusal(request: Request, key: Key, now: datetime) -> str | None:
+@dataclass(frozen=True)
+class Refusal:
+    """`code` is S3's, which has the finest ones."""
+
+    code: str
+    why: str
+
+
+def service_of(request: Request) -> str:
+    """The service that the request says it is signed for; "" where it is not signed."""
+    match = _AUTHORIZATION.fullmatch(request.headers.get("authorization", ""))
+    return match[4] if match else ""
+
+
+def refusal(request: Request, key: Key, now: datetime) -> Refusal | None:
     """None for a request that `key` signed within the last minutes, else why it is refused."""
     match = _AUTHORIZATION.fullmatch(request.headers.get("authorization", ""))
     if not match:
-        return "the request is not signed with AWS Signature Version 4"
+        return Refusal("AccessDenied", "the request is not signed with AWS Signature Version 4")
     access_key, day, region, service, signed_headers, signature = match.groups()
     if not hmac.compare_digest(access_key.encode(), key.access_key.encode()):
-        return "the access key is not the sandbox's"
+        return Refusal("InvalidAccessKeyId", "the access key is not the sandbox's")
     stamp = request.headers.get("x-amz-date", "")
     try:
         signed_at = datetime.strptime(stamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
     except ValueError:
-        return "X-Amz-Date is missing or not a date"
+        return Refusal("AccessDenied", "X-Amz-Date is missing or not a date")
     if not stamp.startswith(day) or abs(now - signed_at) > _MAX_SKEW:
-        return "the signature has expired"
+        return Refusal("RequestTimeTooSkewed", "the signature has expired")
     names = signed_headers.split(";")
     if not {"host", "x-amz-date"} <= set(names):
-        return "Host and X-Amz-Date must be signed"
-    body_hash = hashlib.sha256(request.body).hexdigest()
-    claimed = request.headers.get("x-amz-content-sha256", body_hash)
-    if re.fullmatch("[0-9a-f]{64}", claimed) and claimed != body_hash:
-        return "the body is not the one that was signed"
+        return Refusal("SignatureDoesNotMatch", "Host and X-Amz-Date must be signed")
+    claimed = request.headers.get("x-amz-content-sha256", "")
+    if request.body is not None:
+        body_hash = hashlib.sha256(request.body).hexdigest()
+        claimed = claimed or body_hash
+        if not is_body_hash(claimed, body_hash):
+            return Refusal("XAmzContentSHA256Mismatch", "the body is not the one that was signed")
+    elif not claimed:
+        return Refusal("InvalidRequest", "X-Amz-Content-SHA256 is missing")
     expected = _signature(request, key, stamp, region, service, names, claimed)
-    return None if hmac.compare_digest(expected, signature) else "the signature is wrong"
+    if not hmac.compare_digest(expected, signature):
+        return Refusal("SignatureDoesNotMatch", "the signature is wrong")
+    return None
+
+
+def is_body_hash(claimed: str, body_hash: str) -> bool:
+    """Is this what X-Amz-Content-SHA256 claims? It may also say that the body is not signed, or in pieces."""
+    return claimed == body_hash or not re.fullmatch("[0-9a-f]{64}", claimed)
 
 
 def sign(request: Request, key: Key, now: datetime, *, region: str = "us-east-1", service: str) -> dict[str, str]:
@@ -69,7 +94,8 @@ def sign(request: Request, key: Key, now: datetime, *, region: str = "us-east-1"
     headers = {**request.headers, "x-amz-date": stamp}
     names = ["host", "x-amz-date"]
     stamped = Request(request.method, request.path, request.query, headers, request.body)
-    signature = _signature(stamped, key, stamp, region, service, names, hashlib.sha256(request.body).hexdigest())
+    claimed = request.headers.get("x-amz-content-sha256") or hashlib.sha256(request.body or b"").hexdigest()
+    signature = _signature(stamped, key, stamp, region, service, names, claimed)
     scope = f"{key.access_key}/{stamp[:8]}/{region}/{service}/aws4_request"
     authorization = f"AWS4-HMAC-SHA256 Credential={scope}, SignedHeaders={';'.join(names)}, Signature={signature}"
     return {**headers, "authorization": authorization}

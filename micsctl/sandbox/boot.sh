@@ -67,6 +67,9 @@ chmod 600 "$home/.ssh/authorized_keys"
 chmod 700 "$home/.ssh" "$home"
 chown -R "$LOGIN_UID:$LOGIN_GID" "$home"
 
+# what every session sees
+echo "SetEnv AWS_ENDPOINT_URL_S3=$AWS_ENDPOINT_URL_S3 AWS_DEFAULT_REGION=$AWS_DEFAULT_REGION" >>/etc/ssh/sshd_config_sandbox
+
 rm -f /etc/ssh/ssh_host_*
 for kind in ecdsa ed25519; do
     ssh-keygen -q -t $kind -N '' -C "root@$NODE_NAME" -f /etc/ssh/ssh_host_${kind}_key
@@ -104,5 +107,5 @@ if [ -s /run/user-data ]; then
         echo "cloud-init: the user data is not a script"
     fi
 fi
-unset NODE NODE_NAME NODE_IP PREFIX GATEWAY TBF LAYER SHARED HOSTS_FILE
+unset NODE NODE_NAME NODE_IP PREFIX GATEWAY TBF LAYER SHARED HOSTS_FILE AWS_ENDPOINT_URL_S3 AWS_DEFAULT_REGION
 exec "$SSHD" -D -e -f /etc/ssh/sshd_config_sandbox

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -17,6 +18,8 @@ _SERVER_STATUS = {
 }
 DELAYED_VISIBILITY = "DelayedVisibility"
 SPOT_INTERRUPTION = "SpotInterruption"
+_HIDDEN_SECONDS = 2.0
+_NOTICE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Fault:
     """One rule. The first that fits a request, and is not used up, answers it.
 
     Two codes are not errors: `DelayedVisibility` on RunInstances hides the new instances from every Describe call for
-    `seconds`; `SpotInterruption` (of any action) puts a notice into the instances' metadata.
+    `seconds`; `SpotInterruption` (of any action) puts a notice into the instances' metadata and ends them after
+    `seconds`.
     """
 
     action: str  # "RunInstances", ...; "*" = every one
@@ -32,7 +36,9 @@ class Fault:
     zone: str | None = None  # RunInstances only
     times: int | None = None  # None = for ever
     skip: int = 0  # so many requests pass first
-    seconds: float = 2.0
+    seconds: float | None = None  # None = 2 for DelayedVisibility, AWS's two minutes for SpotInterruption
+    instance: str | None = None  # SpotInterruption only; None = all
+    ends_at: float | None = None  # SpotInterruption: Unix time, set when the rule is added
 
     @property
     def http_status(self) -> int:
@@ -62,7 +68,10 @@ class FaultBook:
         with self._lock:
             return list(self._faults)
 
-    def add(self, fault: Fault) -> None:
+    def add(self, fault: Fault, now: float | None = None) -> None:
+        if fault.code == SPOT_INTERRUPTION:
+            seconds = _NOTICE_SECONDS if fault.seconds is None else fault.seconds
+            fault = replace(fault, ends_at=(time.time() if now is None else now) + seconds)
         with self._lock:
             self._faults.append(fault)
 
@@ -86,10 +95,21 @@ class FaultBook:
     def hidden_seconds(self) -> float:
         """How long the instances of this RunInstances stay invisible."""
         fault = self._take(lambda fault: fault.code == DELAYED_VISIBILITY)
-        return fault.seconds if fault else 0.0
+        if fault is None:
+            return 0.0
+        return _HIDDEN_SECONDS if fault.seconds is None else fault.seconds
 
-    def spot_interruption(self) -> bool:
-        return any(fault.code == SPOT_INTERRUPTION for fault in self.all())
+    def interrupted_at(self, instance_id: str) -> float | None:
+        """When this instance will end, as its metadata announce it; None while nothing is announced."""
+        ends = [f.ends_at for f in self.all() if f.ends_at and f.times != 0 and f.instance in (None, instance_id)]
+        return min(ends, default=None)
+
+    def due(self, now: float) -> list[Fault]:
+        """The interruptions whose time has come, each once."""
+        with self._lock:
+            found = [fault for fault in self._faults if fault.ends_at and fault.ends_at <= now and fault.times != 0]
+            self._faults = [replace(fault, times=0) if fault in found else fault for fault in self._faults]
+        return found
 
     def _take(self, fits: Callable[[Fault], bool]) -> Fault | None:
         with self._lock:

@@ -20,6 +20,7 @@ class HostsSettings:
     ssh_user: str  # login user of the nodes (netns level)
     link_mbps: int | None  # rate of each node's link, None = not shaped (process level: never shaped)
     metadata_url: str  # process level: a node's AWS_EC2_METADATA_SERVICE_ENDPOINT is f"{metadata_url}/{instance_id}"
+    s3_url: str  # process level: a node's AWS_ENDPOINT_URL_S3; the netns level has an address of its own for it
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class HostRequest:
     public_key: str  # OpenSSH form, for the login user's authorized_keys
     user_data: bytes
     subnet_cidr: str = ""  # of the primary interface, for the node's route (netns level)
+    region: str = "us-east-1"  # a node's AWS_DEFAULT_REGION
 
 
 class HostEnded(Protocol):

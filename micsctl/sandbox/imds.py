@@ -11,12 +11,13 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
+from micsctl.sandbox.roles import RoleCredentials, RoleKeys
+
 _MAX_TOKEN_SECONDS = 21600
-_NOTICE = timedelta(minutes=2)
-_ROLE_SECONDS = 6 * 3600
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class InstanceFacts:
     tokens_required: bool
     enabled: bool
     tags_allowed: bool
-    interrupted: bool
+    interrupted_at: datetime | None  # None = no spot notice
 
 
 StartResponse = Callable[[str, list[tuple[str, str]]], Any]
@@ -57,8 +58,8 @@ class MetadataService:
             answered: every user of this machine reaches a loopback address, and sees instance ids in `ps`
     """
 
-    def __init__(self, identify: Callable[[str, str], InstanceFacts | None], secret: str = "") -> None:
-        self._identify = identify
+    def __init__(self, identify: Callable[[str, str], InstanceFacts | None], roles: RoleKeys, secret: str = "") -> None:
+        self._identify, self._roles = identify, roles
         self._secret = secret
         self._key = secrets.token_bytes(32)
 
@@ -88,7 +89,9 @@ class MetadataService:
         token = environ.get("HTTP_X_AWS_EC2_METADATA_TOKEN")
         if (token is None and facts.tokens_required) or (token is not None and not self._valid(facts, str(token))):
             return "401 Unauthorized", b""
-        found = _find(tree(facts, datetime.now(UTC)), path)
+        now = datetime.now(UTC)
+        credentials = self._roles.credentials(facts.instance_id, facts.role, now) if facts.role else None
+        found = _find(tree(facts, credentials), path)
         return ("404 Not Found", b"") if found is None else ("200 OK", found)
 
     def _token(self, facts: InstanceFacts, seconds: str) -> tuple[str, bytes]:
@@ -106,7 +109,7 @@ class MetadataService:
         return hmac.digest(self._key, f"{facts.instance_id}/{ends_at}".encode(), "sha256").hex()
 
 
-def tree(facts: InstanceFacts, now: datetime) -> dict[str, Any]:
+def tree(facts: InstanceFacts, credentials: RoleCredentials | None) -> dict[str, Any]:
     """Everything under /latest, as nested folders. Pure."""
     interface = {
         "device-number": "0",
@@ -134,10 +137,10 @@ def tree(facts: InstanceFacts, now: datetime) -> dict[str, Any]:
         "security-groups": "\n".join(facts.security_groups),
         **({"public-ipv4": facts.public_ip} if facts.public_ip else {}),
         **({"tags": {"instance": dict(facts.tags)}} if facts.tags_allowed else {}),
-        **({"spot": _spot_notice(now)} if facts.interrupted else {}),
+        **({"spot": _spot_notice(facts.interrupted_at)} if facts.interrupted_at else {}),
     }
-    if facts.role:
-        meta["iam"] = {"security-credentials": {facts.role: _role_credentials(facts, now)}}
+    if credentials:
+        meta["iam"] = {"security-credentials": {credentials.role: _as_json(credentials)}}
     identity = {
         "accountId": facts.account,
         "architecture": "x86_64",
@@ -156,23 +159,22 @@ def tree(facts: InstanceFacts, now: datetime) -> dict[str, Any]:
     }
 
 
-def _spot_notice(now: datetime) -> dict[str, str]:
-    at = (now + _NOTICE).strftime("%Y-%m-%dT%H:%M:%SZ")
+def _spot_notice(ends_at: datetime) -> dict[str, str]:
+    at = ends_at.strftime(_TIME)
     return {"instance-action": json.dumps({"action": "terminate", "time": at}), "termination-time": at}
 
 
-def _role_credentials(facts: InstanceFacts, now: datetime) -> str:
-    """In AWS's form. The emulator does not take them yet."""
-    until = now + timedelta(seconds=_ROLE_SECONDS)
+def _as_json(credentials: RoleCredentials) -> str:
+    """In AWS's form."""
     return json.dumps(
         {
             "Code": "Success",
-            "LastUpdated": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "LastUpdated": credentials.starts_at.strftime(_TIME),
             "Type": "AWS-HMAC",
-            "AccessKeyId": f"ASIA{facts.instance_id[-16:].upper()}",
-            "SecretAccessKey": secrets.token_hex(20),
-            "Token": secrets.token_hex(64),
-            "Expiration": until.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "AccessKeyId": credentials.key.access_key,
+            "SecretAccessKey": credentials.key.secret_key,
+            "Token": credentials.token,
+            "Expiration": credentials.ends_at.strftime(_TIME),
         }
     )
 

@@ -64,7 +64,7 @@ class NetnsHosts:
         self._ready = set[str]()
         self._process, self._control = self._start_noded(hidden)
         try:
-            self.metadata_socket = self._greet()
+            self.metadata_socket, self.s3_socket = self._greet()
             self._plug_in()
         except BaseException:
             self.close()
@@ -87,6 +87,7 @@ class NetnsHosts:
                     "public_key": request.public_key,
                     "user_data": request.user_data.hex(),
                     "subnet_cidr": request.subnet_cidr,
+                    "region": request.region,
                 }
                 for request in requests
             ],
@@ -116,7 +117,7 @@ class NetnsHosts:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        # it goes by itself with noded's network namespace, but that lives as long as the metadata service's socket
+        # it goes by itself with noded's network namespace, but that lives as long as the sockets that listen in it
         subprocess.run(["ip", "link", "delete", self._interface], check=False, capture_output=True)
         self._claim.close()
 
@@ -143,14 +144,14 @@ class NetnsHosts:
             )
         return process, ours
 
-    def _greet(self) -> socket.socket:
-        """noded's first words come with the metadata service's socket, which listens in noded's network."""
+    def _greet(self) -> tuple[socket.socket, socket.socket]:
+        """noded's first words come with the sockets of the metadata service and of S3, which listen in its network."""
         self._control.settimeout(_HELLO_SECONDS)
-        data, descriptors, _, _ = socket.recv_fds(self._control, 4096, 1)
+        data, descriptors, _, _ = socket.recv_fds(self._control, 4096, 2)
         self._control.settimeout(None)
-        if not data or not descriptors:
+        if not data or len(descriptors) != 2:
             raise MicsctlError("the sandbox's hosts did not start", "noded ended; the log has its reason")
-        return socket.socket(fileno=descriptors[0])
+        return socket.socket(fileno=descriptors[0]), socket.socket(fileno=descriptors[1])
 
     def _plug_in(self) -> None:
         """The one interface on this machine. Private addresses are sent in as well, where they are refused at once."""

@@ -28,6 +28,7 @@ from typing import Any
 from micsctl.sandbox import image
 
 METADATA_ADDRESS = "169.254.169.254"
+S3_ADDRESS = "198.19.255.80"  # RFC 2544: never routed; not a block that netns.py gives to a sandbox
 BRIDGE, UPLINK, LAPTOP_TABLE = "br0", "up0", "100"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _UNSHARE = ("unshare", "--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child=SIGKILL")
@@ -70,12 +71,13 @@ class Noded:
         self._next_probe = 0.0
 
     def prepare(self) -> None:
-        """Network, the image's layer, folders; then says hello with the metadata service's listening socket."""
+        """Network, the image's layer, folders; then says hello with the sockets of IMDS and S3."""
         _ip(
             "link set lo up",
             f"link add name {BRIDGE} type bridge",
             f"link set {BRIDGE} mtu 9001 up",
             f"addr add {METADATA_ADDRESS}/32 dev {BRIDGE}",
+            f"addr add {S3_ADDRESS}/32 dev {BRIDGE}",
         )
         for name in ("ip_forward", "conf/all/rp_filter", "conf/default/rp_filter", f"conf/{BRIDGE}/rp_filter"):
             Path("/proc/sys/net/ipv4", name).write_text("1" if name == "ip_forward" else "0")
@@ -89,10 +91,11 @@ class Noded:
         hidden = image.secrets_of(image.home_folders(), map(Path, self._settings.hidden))
         self._image = image.build(self._layer / "tree", self._settings.user, self._settings.sandbox_id, hidden)
         self._hosts_file.write_text("127.0.0.1 localhost\n")
-        metadata = socket.create_server((METADATA_ADDRESS, 80), backlog=64)
+        sockets = [socket.create_server((address, 80), backlog=64) for address in (METADATA_ADDRESS, S3_ADDRESS)]
         hello = json.dumps({"event": "hello"}).encode() + b"\n"
-        socket.send_fds(self._control, [hello], [metadata.fileno()])
-        metadata.close()
+        socket.send_fds(self._control, [hello], [one.fileno() for one in sockets])
+        for one in sockets:
+            one.close()
 
     def serve(self) -> None:
         """Until the other end closes."""
@@ -171,6 +174,8 @@ class Noded:
             "LAYER": str(self._layer / "tree"),
             "SHARED": str(self._settings.shared),
             "HOSTS_FILE": str(self._hosts_file),
+            "AWS_ENDPOINT_URL_S3": f"http://{S3_ADDRESS}",
+            "AWS_DEFAULT_REGION": request["region"],
             **image.as_environment(self._image),
         }
         boot = str(Path(__file__).with_name("boot.sh"))

@@ -96,6 +96,7 @@ class ProcessHosts:
             "LANG": "C.UTF-8",
             "PATH": _node_path(self._shims),
             "DBUS_SYSTEM_BUS_ADDRESS": "unix:path=/nonexistent",
+            "AWS_ENDPOINT_URL_S3": settings.s3_url,
         }
         self._lock = threading.Lock()
         self._nodes = dict[str, _Running]()
@@ -154,6 +155,7 @@ class ProcessHosts:
             "TMPDIR": str(folder / "tmp"),
             "MICS_NODE": request.instance_id,
             "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"{self._metadata_url}/{request.instance_id}",
+            "AWS_DEFAULT_REGION": request.region,
             userd.FOLDER_VARIABLE: str(folder),
         }
         _write_node(folder, request, _sshd_config(folder, self._programs, environment), self._shims)

@@ -7,7 +7,6 @@ lock for life.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import secrets
@@ -16,25 +15,21 @@ import socket
 import string
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 from micsctl.errors import MicsctlError, UsageError
 from micsctl.sandbox import state
-from micsctl.sandbox.auth import Key, Request, refusal
-from micsctl.sandbox.faults import Fault, FaultBook
+from micsctl.sandbox.application import Application
+from micsctl.sandbox.auth import Key
+from micsctl.sandbox.faults import FaultBook
 from micsctl.sandbox.hosts import HostsSettings, NodeHosts
+from micsctl.sandbox.roles import RoleKeys
 from micsctl.sandbox.state import SandboxFolder
-
-StartResponse = Callable[[str, list[tuple[str, str]]], Any]
-Wsgi = Callable[[dict[str, Any], StartResponse], Iterable[bytes]]
-_CONTROL = "/_sandbox/"
-_MAX_BODY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -51,91 +46,6 @@ class Config:
     note: str  # why not the netns level, "" where it is
 
 
-class Application:
-    """Checks the signature, answers control paths, hands the rest to the emulated AWS."""
-
-    def __init__(
-        self, key: Key, faults: FaultBook, inner: Wsgi, lock: threading.RLock, about: Callable[[], Any]
-    ) -> None:
-        self._key, self._faults, self._inner, self._lock, self._about = key, faults, inner, lock, about
-
-    def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
-        length = int(environ.get("CONTENT_LENGTH") or 0)
-        if length > _MAX_BODY_BYTES:
-            return _answer(start_response, "413 Content Too Large", b"")
-        body = environ["wsgi.input"].read(length)
-        why = refusal(_request(environ, body), self._key, datetime.now(UTC))
-        if why:
-            return _refuse(environ, start_response, why)
-        if environ["PATH_INFO"].startswith(_CONTROL):
-            return self._control(
-                environ["PATH_INFO"].removeprefix(_CONTROL), environ["REQUEST_METHOD"], body, start_response
-            )
-        environ["wsgi.input"] = io.BytesIO(body)
-        try:
-            with self._lock:
-                return list(self._inner(environ, start_response))
-        except Exception as error:  # noqa: BLE001  (a fault of the emulator: logged, and said so that botocore reads it)
-            traceback.print_exc()
-            message = f"{type(error).__name__}: {error}; the sandbox's server.log has more"
-            return _answer_error(environ, start_response, "500 Internal Server Error", "InternalError", message)
-
-    def _control(self, path: str, method: str, body: bytes, start_response: StartResponse) -> Iterable[bytes]:
-        match method, path:
-            case "GET", "about":
-                return _answer(start_response, "200 OK", json.dumps(self._about()).encode())
-            case "GET", "faults":
-                return _answer(start_response, "200 OK", json.dumps([f.as_json() for f in self._faults.all()]).encode())
-            case "POST", "faults":
-                try:
-                    self._faults.add(Fault.from_json(json.loads(body)))
-                except (ValueError, TypeError) as error:
-                    return _answer(start_response, "400 Bad Request", json.dumps(str(error)).encode())
-                return _answer(start_response, "200 OK", b"{}")
-            case "DELETE", "faults":
-                self._faults.clear()
-                return _answer(start_response, "200 OK", b"{}")
-        return _answer(start_response, "404 Not Found", b"{}")
-
-
-def _request(environ: dict[str, Any], body: bytes) -> Request:
-    headers = {name[5:].replace("_", "-").lower(): str(value) for name, value in environ.items() if name[:5] == "HTTP_"}
-    for name in ("CONTENT_TYPE", "CONTENT_LENGTH"):
-        if environ.get(name):
-            headers[name.replace("_", "-").lower()] = str(environ[name])
-    raw = str(environ.get("REQUEST_URI") or environ["PATH_INFO"])
-    path, _, query = raw.partition("?")
-    return Request(str(environ["REQUEST_METHOD"]), path, query, headers, body)
-
-
-def _answer(start_response: StartResponse, status: str, body: bytes, kind: str = "application/json") -> Iterable[bytes]:
-    start_response(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
-    return [body]
-
-
-def _refuse(environ: dict[str, Any], start_response: StartResponse, why: str) -> Iterable[bytes]:
-    """JSON services and the others have codes of their own for it."""
-    message = f"AWS was not able to validate the provided access credentials: {why}"
-    if "HTTP_X_AMZ_TARGET" in environ:
-        return _answer_error(environ, start_response, "400 Bad Request", "UnrecognizedClientException", message)
-    return _answer_error(environ, start_response, "401 Unauthorized", "AuthFailure", message)
-
-
-def _answer_error(
-    environ: dict[str, Any], start_response: StartResponse, status: str, code: str, message: str
-) -> Iterable[bytes]:
-    """In the form that botocore reads: JSON services by their header, EC2 and the rest in XML."""
-    if "HTTP_X_AMZ_TARGET" in environ:
-        body = json.dumps({"__type": code, "message": message}).encode()
-        return _answer(start_response, status, body, "application/x-amz-json-1.1")
-    error = f"<Error><Code>{code}</Code><Message>{escape(message)}</Message></Error>"
-    if "/ec2/" in environ.get("HTTP_AUTHORIZATION", ""):
-        error = f"<Response><Errors>{error}</Errors><RequestID>sandbox</RequestID></Response>"
-    else:
-        error = f"<ErrorResponse>{error}<RequestId>sandbox</RequestId></ErrorResponse>"
-    return _answer(start_response, status, error.encode(), "text/xml")
-
-
 def _new_key() -> Key:
     letters = string.ascii_uppercase + string.digits
     return Key("AKIA" + "".join(secrets.choice(letters) for _ in range(16)), secrets.token_urlsafe(30))
@@ -143,14 +53,15 @@ def _new_key() -> Key:
 
 @dataclass(frozen=True)
 class _Started:
-    """The hosts, and at netns level where their metadata requests arrive and what tells that they all ended."""
+    """The hosts, and at netns level where their requests arrive and what tells that they all ended."""
 
     hosts: NodeHosts
     metadata_socket: socket.socket | None = None
+    s3_socket: socket.socket | None = None
     ended: threading.Event | None = None
 
 
-def _start_hosts(config: Config, folder: SandboxFolder, metadata_url: str) -> _Started:
+def _start_hosts(config: Config, folder: SandboxFolder, metadata_url: str, s3_url: str) -> _Started:
     settings = HostsSettings(
         sandbox_id=folder.id,
         folder=folder.hosts,
@@ -158,13 +69,14 @@ def _start_hosts(config: Config, folder: SandboxFolder, metadata_url: str) -> _S
         ssh_user=config.ssh_user,
         link_mbps=config.link_mbps,
         metadata_url=metadata_url,
+        s3_url=s3_url,
     )
     match config.level:
         case "netns":
             from micsctl.sandbox.netns import NetnsHosts
 
             hosts = NetnsHosts(settings, folder.interface, [*map(Path, config.hidden), folder.path])
-            return _Started(hosts, hosts.metadata_socket, hosts.ended)
+            return _Started(hosts, hosts.metadata_socket, hosts.s3_socket, hosts.ended)
         case "process":
             from micsctl.sandbox.process import ProcessHosts
 
@@ -181,6 +93,7 @@ def serve(folder: SandboxFolder, config: Config, ready: Callable[[], None]) -> N
 
     from micsctl.sandbox.ec2.install import install
     from micsctl.sandbox.imds import MetadataService
+    from micsctl.sandbox.s3 import install as install_s3
 
     class Quiet(WSGIRequestHandler):
         def log_request(self, *_: Any) -> None:
@@ -189,33 +102,42 @@ def serve(folder: SandboxFolder, config: Config, ready: Callable[[], None]) -> N
     class KeepAlive(Quiet):
         protocol_version = "HTTP/1.1"
 
-    for path in (folder.hosts, folder.shared):
+    for path in (folder.hosts, folder.shared, folder.objects):
         path.mkdir(mode=0o700)
     folder.shared.chmod(0o1777)  # as FSx: everybody's; the way to it, the sandbox's folder, is closed
     secret = secrets.token_urlsafe(16) if config.level == "process" else ""
-    metadata = MetadataService(lambda address, instance_id: emulator.facts(address, instance_id), secret)
+    roles = RoleKeys()
+    metadata = MetadataService(lambda address, instance_id: emulator.facts(address, instance_id), roles, secret)
     loopback_metadata = None
     if config.level == "process":
         loopback_metadata = make_server("127.0.0.1", 0, metadata, threaded=True, request_handler=Quiet)
     metadata_url = f"http://127.0.0.1:{loopback_metadata.port}/{secret}" if loopback_metadata else ""
-    started = _start_hosts(config, folder, metadata_url)
+    server = make_server(
+        "127.0.0.1", 0, lambda *request: application(*request), threaded=True, request_handler=KeepAlive
+    )
+    endpoint_url = f"http://127.0.0.1:{server.port}"
+    started = _start_hosts(config, folder, metadata_url, endpoint_url)
     hosts = started.hosts
     try:
         faults, key = FaultBook(), _new_key()
         emulator, inner = install(hosts, faults)
         application = Application(
             key,
+            roles,
             faults,
             inner,
+            install_s3(folder.objects),
             emulator.lock,
             lambda: {"resources": emulator.resources(), "live_instances": emulator.live_instances()},
         )
-        server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=KeepAlive)
         servers = [server, *([loopback_metadata] if loopback_metadata else [])]
-        if started.metadata_socket:
-            descriptor = started.metadata_socket.fileno()
-            address = "169.254.169.254"
-            servers.append(make_server(address, 80, metadata, threaded=True, request_handler=Quiet, fd=descriptor))
+        for listener, app, handler in (
+            (started.metadata_socket, metadata, Quiet),
+            (started.s3_socket, application, KeepAlive),
+        ):
+            if listener:
+                address, fd = listener.getsockname()[0], listener.fileno()
+                servers.append(make_server(address, 80, app, threaded=True, request_handler=handler, fd=fd))
         stop = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
@@ -226,7 +148,7 @@ def serve(folder: SandboxFolder, config: Config, ready: Callable[[], None]) -> N
             {
                 "pid": os.getpid(),
                 "start_ticks": state.process(os.getpid()).start_ticks,
-                "endpoint_url": f"http://127.0.0.1:{server.port}",
+                "endpoint_url": endpoint_url,
                 "key": asdict(key),
                 "config": asdict(config),
                 "ssh_user": hosts.ssh_user or config.ssh_user,
@@ -237,6 +159,7 @@ def serve(folder: SandboxFolder, config: Config, ready: Callable[[], None]) -> N
         )
         ready()
         while not stop.wait(0.2):
+            emulator.end_interrupted(time.time())
             if started.ended and started.ended.is_set():
                 break  # somebody killed the process that holds all nodes: nothing is left to serve
             if not folder.lock.exists():

@@ -60,6 +60,11 @@ class SandboxFolder:
         return self.path / "shared"
 
     @property
+    def objects(self) -> Path:
+        """What is in S3."""
+        return self.path / "s3"
+
+    @property
     def interface(self) -> str:
         """The sandbox's one network interface on this machine (netns level); at most 15 characters."""
         return f"mics{self.id}"

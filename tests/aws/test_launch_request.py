@@ -101,6 +101,9 @@ def test_all_or_nothing_and_everything_ends_with_the_instance() -> None:
     assert "AssociatePublicIpAddress" not in str(parameters)
     assert "SubnetId" not in parameters  # AWS refuses it beside NetworkInterfaces
     assert "SecurityGroupIds" not in parameters
+    assert "IamInstanceProfile" not in parameters
+    profile = run_instances_parameters(launch(instance_profile="mics-nodes"), "token-1")["IamInstanceProfile"]
+    assert profile == {"Name": "mics-nodes"}
     tagged = {one["ResourceType"]: one["Tags"] for one in parameters["TagSpecifications"]}
     assert set(tagged) == {"instance", "volume", "network-interface"}
     assert all({"Key": "micsctl:cluster", "Value": "demo"} in tags for tags in tagged.values())

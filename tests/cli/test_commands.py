@@ -23,10 +23,18 @@ from micsctl.errors import Interrupted, UsageError
 from micsctl.remote.host import HostError, Result
 from micsctl.runs.model import Run
 
+RESOLVED: dict[str, Any] = {
+    "partition": 2,
+    "hierarchical": False,
+    "micro_batch": 1,
+    "precision": "fp32",
+    "checkpointing": "none",
+    "reshard_after_forward": True,
+}
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 NODES = tuple(Node(i, f"i-{i}", "running", f"10.0.0.{i}", "192.0.2.1" if i == 0 else None) for i in range(3))
 CLUSTER = Cluster("demo", "sandbox", "r", "z", "t", "ubuntu", 22, NOW, NOW, NODES)
-TRAIN = TrainConfig(partition=2, hierarchical=False, micro_batch=1, precision="fp32")
+TRAIN = TrainConfig(**RESOLVED)
 RUN = Run("0101-000000-mics-aaaa", RunConfig("0101-000000-mics-aaaa", TRAIN, 3, 2), (), None, None)
 
 

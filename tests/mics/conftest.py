@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,8 @@ def tiny_run(tmp_path):
             "sequence": 16,
             "steps": 3,
             "precision": "fp32",
+            "checkpointing": "none",
+            "reshard_after_forward": True,
             "checkpoint": CheckpointConfig(str(checkpoints), every),
         }
         train = TrainConfig(**{**settings, **train})
@@ -103,3 +106,34 @@ def start_trainers(tmp_path):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+@pytest.fixture(scope="module")
+def s3_server():
+    """A client of an S3 on loopback. While a module's tests run, the environment names it, also for what they start."""
+    from mics.storage import s3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    settings = {
+        "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in settings.items():
+            environment.setenv(name, value)
+        yield s3()
+    server.stop()
+
+
+@pytest.fixture
+def bucket(s3_server):
+    """The name of an empty bucket."""
+    name = f"b-{uuid.uuid4().hex}"
+    s3_server.create_bucket(Bucket=name)
+    return name

@@ -21,6 +21,7 @@ def failure(exit_code: int, seconds: int) -> ProcessFailure:
         ([(-6, 100), (1, 99)], 1),  # an abort over the connection that broke
         ([(-15, 99), (1, 100)], 1),  # torchrun's own SIGTERM is a consequence, whatever the clock says
         ([(-15, 100), (-15, 99)], 1),
+        ([(-9, 99), (74, 100)], 1),  # torchrun killed the rank that stood still; the other knows why
     ],
 )
 def test_the_cause_comes_before_its_consequences(failures: list[tuple[int, int]], rank: int) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
+from mics.strategies import Reshard, shared_copies
 from mics.topology import Group, RankGrid, group_of, partition_sizes
 from mics.traffic import Traffic, crosses_node, hop2, one_pass, per_step
 
@@ -150,7 +151,7 @@ def test_a_flat_ring_on_the_hierarchical_order_sends_more_than_on_the_natural_on
     assert counts == [14, 7]
 
 
-def step(grid: RankGrid, micro_steps: int = 4) -> Traffic:
+def step(grid: RankGrid, micro_steps: int = 4, reshard: Reshard = True) -> Traffic:
     """A model of 90 units in blocks and 10 in the root, gradients twice as wide."""
     return per_step(
         grid,
@@ -159,6 +160,7 @@ def step(grid: RankGrid, micro_steps: int = 4) -> Traffic:
         block_gradient_bytes=180,
         root_gradient_bytes=20,
         micro_steps=micro_steps,
+        reshard=reshard,
     )
 
 
@@ -167,6 +169,27 @@ def test_a_step_gathers_blocks_twice_and_the_root_once_per_micro_step() -> None:
     assert step(grid).gather == pytest.approx(4 * (2 * 90 + 10) * 3 / 4)
     assert step(grid).reduce_scatter == pytest.approx(4 * 200 * 3 / 4)
     assert step(grid).hop2 == pytest.approx(2 * 1 / 2 * 2 / 4 * 200)
+
+
+def test_a_shared_copy_sends_what_weights_kept_until_the_backward_pass_send() -> None:
+    grid = RankGrid(8, 2, 4, hierarchical=True)
+    assert step(grid, reshard=False).gather == pytest.approx(4 * (90 + 10) * 2 / 4)
+    assert step(grid, reshard=2) == step(grid, reshard=False)
+
+
+def test_zero2_gathers_once_per_step() -> None:
+    """(n-1)/n (s Mg + Mw): Rajbhandari et al., ZeRO, arXiv 1910.02054, section 7, with s micro-steps."""
+    grid = RankGrid(8, 2, 8)
+    assert step(grid, reshard="step").total == pytest.approx(7 / 8 * (4 * 200 + 100))
+    assert step(grid, 1, reshard="step") == step(grid, 1, reshard=False)
+
+
+@every_grid
+def test_weights_that_live_longer_send_no_more(grid: RankGrid) -> None:
+    lives: list[Reshard] = [True, *shared_copies(grid), False, "step"]
+    sent = [step(grid, reshard=reshard) for reshard in lives]
+    assert [traffic.gather for traffic in sent] == sorted((traffic.gather for traffic in sent), reverse=True)
+    assert {(traffic.reduce_scatter, traffic.hop2) for traffic in sent} == {(sent[0].reduce_scatter, sent[0].hop2)}
 
 
 def test_zero3_has_no_hop_2() -> None:

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from mics.checkpoint import MARK, newest_whole
+from mics.checkpoint import MARK
 
 pytestmark = pytest.mark.distributed
 
@@ -41,7 +41,7 @@ def test_torchrun_trains_and_leaves_metrics_and_a_checkpoint(tmp_path, tiny_run)
     assert [line["step"] for line in lines] == [1, 2, 3]
     folder = tmp_path / "tiny"
     assert sorted(path.name for path in folder.iterdir()) == ["step-2", "step-3"]
-    assert json.loads((newest_whole(folder) / MARK).read_text())["samples"] == 12
+    assert json.loads((folder / "step-3" / MARK).read_text())["progress"] == {"step": 3, "samples": 12}
 
 
 def test_sigterm_ends_the_step_saves_and_exits_75(tmp_path, tiny_run, start_trainers):
@@ -55,7 +55,8 @@ def test_sigterm_ends_the_step_saves_and_exits_75(tmp_path, tiny_run, start_trai
     process.send_signal(signal.SIGTERM)
     codes, _, errors = outcome(process)
     assert codes == [75, 75], errors
-    assert newest_whole(tmp_path / "tiny").name == f"step-{metrics(tmp_path)[-1]['step']}"
+    saved = tmp_path / "tiny" / f"step-{metrics(tmp_path)[-1]['step']}"
+    assert [path.parent for path in (tmp_path / "tiny").glob(f"*/{MARK}")] == [saved]
 
 
 def test_a_checkpoint_path_that_nodes_do_not_share_is_refused(tmp_path, tiny_run, start_trainers):
@@ -96,7 +97,7 @@ def run_alone(*arguments, **environment):
 def test_help_explains_itself():
     ended = run_alone("--help")
     assert ended.returncode == 0
-    for part in ("torchrun --nnodes NODES", "run.json", "metrics.jsonl", "75 stopped by SIGTERM"):
+    for part in ("torchrun --nnodes NODES", "run.json", "metrics.jsonl", "75  stopped by SIGTERM"):
         assert part in ended.stdout
 
 

@@ -30,11 +30,19 @@ from micsctl.topology.model import Topology
 
 from .conftest import processes_with
 
+RESOLVED: dict[str, Any] = {
+    "partition": 2,
+    "hierarchical": False,
+    "micro_batch": 1,
+    "precision": "fp32",
+    "checkpointing": "none",
+    "reshard_after_forward": True,
+}
 Hosts = list[Any]
 
 
 def config_of(topology: Topology, run_id: str = "0101-000000-mics-aaaa") -> RunConfig:
-    train = TrainConfig(partition=2, hierarchical=False, micro_batch=1, precision="fp32", steps=3)
+    train = TrainConfig(**RESOLVED, steps=3)
     return RunConfig(run_id=run_id, train=train, nodes=len(topology.nodes), devices_per_node=2)
 
 

@@ -24,9 +24,17 @@ from micsctl.topology.model import Topology
 from .conftest import LocalHost
 
 Hosts = list[Any]
+RESOLVED: dict[str, Any] = {
+    "partition": 2,
+    "hierarchical": False,
+    "micro_batch": 1,
+    "precision": "fp32",
+    "checkpointing": "none",
+    "reshard_after_forward": True,
+}
 RUN_ID = "0101-000000-mics-aaaa"
 FOLDER = f".micsctl/runs/{RUN_ID}"
-TRAIN = TrainConfig(partition=2, hierarchical=False, micro_batch=1, precision="fp32", steps=3)
+TRAIN = TrainConfig(**RESOLVED, steps=3)
 CONFIG = RunConfig(run_id=RUN_ID, train=TRAIN, nodes=2, devices_per_node=2)
 
 

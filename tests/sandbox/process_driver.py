@@ -19,7 +19,8 @@ def tell(**event: object) -> None:
 def main() -> None:
     folder, port, python = SandboxFolder(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
     folder.hosts.mkdir(mode=0o700)
-    settings = HostsSettings(folder.id, folder.hosts, folder.shared, "ubuntu", None, "http://127.0.0.1:9/imds")
+    urls = "http://127.0.0.1:9/imds", "http://127.0.0.1:9"
+    settings = HostsSettings(folder.id, folder.hosts, folder.shared, "ubuntu", None, *urls)
     try:
         hosts = ProcessHosts(settings, ssh_port=port, python=python)
     except MicsctlError as error:

@@ -262,6 +262,8 @@ def test_dry_run_launches_nothing(ec2: Any, image: str) -> None:
         ({"Placement": {"GroupName": "nowhere"}}, "InvalidPlacementGroup.Unknown"),
         ({"MinCount": 2, "MaxCount": 1}, "InvalidParameterValue"),
         ({"UserData": "#!/bin/sh\n" + "x" * 16384}, "InvalidParameterValue"),
+        ({"IamInstanceProfile": {"Name": "nobodys"}}, "InvalidParameterValue"),
+        ({"IamInstanceProfile": {"Arn": "arn:aws:iam::123456789012:instance-profile/x"}}, "InvalidParameterValue"),
         ({"MaxCount": 5000, "MinCount": 5000}, "InsufficientFreeAddressesInSubnet"),
     ],
 )

@@ -25,7 +25,6 @@ from micsctl.errors import UsageError
 from micsctl.home import Home
 from micsctl.sandbox import control
 from micsctl.sandbox.control import SandboxInfo
-from micsctl.sandbox.faults import Fault
 from micsctl.sandbox.netns import measured_link_mbps, overlapping, token_bucket, why_impossible
 from micsctl.spec import SandboxSpec
 
@@ -346,20 +345,6 @@ def test_metadata_service(nodes: Nodes) -> None:
     assert found["document"]["instanceId"] == nodes.ids[1]
     assert found["data"].startswith("#!/bin/bash")
     assert "placement/" in found["list"].splitlines()
-    control.inject(nodes.home, Fault("*", "SpotInterruption"))
-    notice = nodes.python(
-        1,
-        """
-        import json, urllib.request
-        base = "http://169.254.169.254/latest/"
-        ask = lambda path, method, name, value: urllib.request.urlopen(
-            urllib.request.Request(base + path, method=method, headers={name: value}), timeout=5).read().decode()
-        token = ask("api/token", "PUT", "X-aws-ec2-metadata-token-ttl-seconds", "60")
-        print(ask("meta-data/spot/instance-action", "GET", "X-aws-ec2-metadata-token", token))
-        """,
-    )
-    control.clear_faults(nodes.home)
-    assert notice["action"] == "terminate"
 
 
 def test_another_user_cannot_use_it(nodes: Nodes) -> None:

@@ -284,6 +284,8 @@ def test_sessions_live_in_the_nodes_own_home_and_environment(pair: Sandbox) -> N
         "MICSCTL_PYTHON": "/nonexistent/python",
         "MICS_NODE": "i-1",
         "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:9/imds/i-1",
+        "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9",
+        "AWS_DEFAULT_REGION": "us-east-1",
         "USER": pair.hello["user"],
     }
     values = pair.output("i-1", f'for n in {" ".join(expected)}; do echo "${{!n}}"; done').splitlines()

@@ -28,10 +28,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from micsctl.aws.session import connect
+from micsctl.cli.sandbox import _fault_line
 from micsctl.errors import MicsctlError, UsageError
 from micsctl.home import Home
-from micsctl.sandbox import auth, control, image, imds, noded, process, server, state
+from micsctl.sandbox import auth, control, image, imds, noded, process, state
+from micsctl.sandbox.application import Application
 from micsctl.sandbox.faults import Fault, FaultBook
+from micsctl.sandbox.roles import RoleKeys
 from micsctl.sandbox.state import SandboxFolder
 from micsctl.spec import SandboxSpec
 
@@ -313,6 +316,11 @@ def signed(url: str, method: str, body: bytes, headers: dict[str, str], service:
     return auth.Request(method, path, query, found, body)
 
 
+def refused(request: auth.Request, key: auth.Key, now: datetime) -> str:
+    why = auth.refusal(request, key, now)
+    return why.code if why else ""
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     body=st.binary(max_size=200),
@@ -325,14 +333,17 @@ def test_what_botocore_signs_is_accepted_and_nothing_else(body: bytes, value: st
     request = signed(url, "POST", body, {"X-Amz-Thing": value, "Content-Type": "text/plain"}, "ec2")
     now = datetime.now(UTC)
     assert auth.refusal(request, KEY, now) is None
-    assert auth.refusal(request, replace(KEY, secret_key="other"), now) == "the signature is wrong"
-    assert auth.refusal(request, replace(KEY, access_key="AKIAPONMLKJIHGFEDCBA"), now) is not None
+    assert refused(request, replace(KEY, secret_key="other"), now) == "SignatureDoesNotMatch"
+    assert refused(request, replace(KEY, access_key="AKIAPONMLKJIHGFEDCBA"), now) == "InvalidAccessKeyId"
     assert auth.refusal(replace(request, body=body + b"x"), KEY, now) is not None
     assert auth.refusal(replace(request, method="PUT"), KEY, now) is not None
     assert auth.refusal(replace(request, path=path + "x"), KEY, now) is not None
     assert auth.refusal(replace(request, query="a=3"), KEY, now) is not None
-    assert auth.refusal(request, KEY, now + timedelta(minutes=6)) == "the signature has expired"
-    assert auth.refusal(replace(request, headers={}), KEY, now) is not None
+    assert refused(request, KEY, now + timedelta(minutes=6)) == "RequestTimeTooSkewed"
+    assert refused(replace(request, headers={}), KEY, now) == "AccessDenied"
+    # its reader compares the body with what the request claims; where it claims nothing, nothing binds the body
+    without = {name: value for name, value in request.headers.items() if name != "x-amz-content-sha256"}
+    assert refused(replace(request, body=None, headers=without), KEY, now) == "InvalidRequest"
 
 
 def test_our_own_signature_is_accepted() -> None:
@@ -359,7 +370,24 @@ def test_faults_are_used_up() -> None:
     book.add(Fault("*", "RequestLimitExceeded"))
     book.add(Fault("RunInstances", "DelayedVisibility", times=1, seconds=3))
     assert (book.hit("DescribeVpcs"), book.hidden_seconds(), book.hidden_seconds()) == (book.all()[0], 3, 0)
-    assert not book.spot_interruption()
+
+
+def test_a_spot_interruption_is_announced_until_it_is_due_once() -> None:
+    book = FaultBook()
+    book.add(Fault("*", "SpotInterruption", instance="i-1"), now=1000.0)
+    book.add(Fault("*", "SpotInterruption", seconds=500), now=1000.0)
+    assert book.hit("DescribeInstances") is None  # it answers no request
+    assert (book.interrupted_at("i-1"), book.interrupted_at("i-2")) == (1120.0, 1500.0)  # AWS's two minutes; ours
+    assert book.due(1119.9) == []
+    [due] = book.due(1120.0)
+    assert due.instance == "i-1"
+    assert (book.due(1120.0), book.interrupted_at("i-1")) == ([], 1500.0)
+    assert [_fault_line(fault) for fault in book.all()] == [
+        "* -> SpotInterruption of i-1: used up",
+        "* -> SpotInterruption: at 00:25:00 UTC",
+    ]
+    book.clear()
+    assert (book.due(9999.0), book.interrupted_at("i-2")) == ([], None)
 
 
 @pytest.mark.parametrize("data", [{}, {"action": "x"}, {"action": "x", "code": "y", "more": 1}])
@@ -397,7 +425,7 @@ FACTS = imds.InstanceFacts(
     tokens_required=True,
     enabled=True,
     tags_allowed=True,
-    interrupted=True,
+    interrupted_at=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
 )
 
 
@@ -410,7 +438,8 @@ def ask(service: imds.MetadataService, path: str, method: str = "GET", **headers
 
 
 def test_metadata() -> None:
-    service = imds.MetadataService(lambda address, instance_id: {"10.77.0.4": FACTS}.get(address or instance_id))
+    roles = RoleKeys()
+    service = imds.MetadataService(lambda address, instance_id: {"10.77.0.4": FACTS}.get(address or instance_id), roles)
     _, token = ask(service, "/latest/api/token", "PUT", aws_ec2_metadata_token_ttl_seconds="60")
 
     def get(path: str) -> tuple[str, str]:
@@ -420,8 +449,11 @@ def test_metadata() -> None:
     assert get("placement/group-name") == ("200", "pg")
     assert get("iam/security-credentials/") == ("200", "trainer")
     credentials = json.loads(get("iam/security-credentials/trainer")[1])
-    assert {"AccessKeyId", "SecretAccessKey", "Token", "Expiration"} <= set(credentials)
-    assert json.loads(get("spot/instance-action")[1])["action"] == "terminate"
+    known = roles.find(credentials["Token"])
+    assert known
+    assert (known.instance_id, known.role) == (FACTS.instance_id, "trainer")
+    assert known.key == auth.Key(credentials["AccessKeyId"], credentials["SecretAccessKey"])
+    assert json.loads(get("spot/instance-action")[1]) == {"action": "terminate", "time": "2026-01-02T03:04:05Z"}
     assert get("tags/instance/Name") == ("200", "x")
     assert get("nothing")[0] == get("instance-id/more")[0] == "404"
     assert ask(service, "/latest/meta-data/")[0] == "401"
@@ -434,7 +466,7 @@ def test_metadata() -> None:
 def test_metadata_at_process_level_needs_the_secret() -> None:
     instance_id = "i-0123456789abcdef0"
     facts = {instance_id: replace(FACTS, tokens_required=False), "10.77.0.4": FACTS}
-    service = imds.MetadataService(lambda address, instance_id: facts.get(address or instance_id), "secret")
+    service = imds.MetadataService(lambda address, instance_id: facts.get(address or instance_id), RoleKeys(), "secret")
     assert ask(service, f"/secret/{instance_id}/latest/meta-data/instance-id") == ("200", instance_id)
     _, token = ask(service, f"/secret/{instance_id}/latest/api/token", "PUT", aws_ec2_metadata_token_ttl_seconds="60")
     assert ask(service, f"/secret/{instance_id}/latest/user-data", aws_ec2_metadata_token=token)[0] == "200"
@@ -460,7 +492,7 @@ def test_a_fault_of_the_emulator_is_logged_and_readable(
     def broken(environ: Any, start_response: Any) -> Any:
         raise KeyError("<x>")
 
-    application = server.Application(KEY, FaultBook(), broken, threading.RLock(), dict)
+    application = Application(KEY, RoleKeys(), FaultBook(), broken, broken, threading.RLock(), dict)
     request = auth.Request("POST", "/", "", {"host": "127.0.0.1:1"}, b"")
     headers = auth.sign(request, KEY, datetime.now(UTC), service="ec2")
     environ = {f"HTTP_{name.replace('-', '_').upper()}": value for name, value in headers.items()} | target

@@ -7,12 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["abort", "apply", "boundary", "check_replicas", "clip", "connect"]
+_MODULES = {
+    **dict.fromkeys(("abort", "apply", "boundary", "check_replicas", "clip", "connect", "disconnect"), "mics.sharding"),
+    **dict.fromkeys(("RankGrid",), "mics.topology"),
+    **dict.fromkeys(("rank_grid",), "mics.strategies"),
+    **dict.fromkeys(("prepare_blocks",), "mics.recompute"),
+    **dict.fromkeys(("Trial", "hierarchical_pays"), "mics.trial"),
+}
+__all__ = [*_MODULES, "metrics"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        import importlib
+    import importlib
 
-        return getattr(importlib.import_module("mics.sharding"), name)
+    if name == "metrics":
+        return importlib.import_module("mics.metrics")
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'mics' has no attribute {name!r}")

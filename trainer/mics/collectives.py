@@ -78,14 +78,20 @@ class Meter:
         self._seconds = dict.fromkeys(STAGES, 0.0)
         self._open: deque[tuple[StageName, _Instant, _Instant]] = deque()
         self._mark: _Instant = self._now()
+        self._position: tuple[int, StageName | None] = (0, None)
+
+    def current(self) -> tuple[int, StageName | None]:
+        """Collectives so far, and the one that the host is in now; another thread may ask. Hop 2 is seen at its end."""
+        return self._position
 
     @contextmanager
     def ring_pass(self, kind: Pass, group: dist.ProcessGroup, message_bytes: int) -> Iterator[None]:
         """Count the gather or reduce-scatter in the body: `message_bytes` is the size of its larger buffer."""
-        start = self._now()
-        yield
         spans = len({rank // self._devices_per_node for rank in group_ranks(group)}) > 1
         stage: StageName = f"{kind}_{'across' if spans else 'inside'}"  # type: ignore[assignment]  # one of STAGES
+        self._position = self._position[0], stage
+        start = self._now()
+        yield
         self._add(stage, ring_traffic_bytes(group, message_bytes, self._devices_per_node), start)
 
     def mark(self) -> None:
@@ -108,6 +114,7 @@ class Meter:
         return counts
 
     def _add(self, stage: StageName, traffic_bytes: int, start: _Instant) -> None:
+        self._position = self._position[0] + 1, None
         self._calls[stage] += 1
         self._traffic_bytes[stage] += traffic_bytes
         self._open.append((stage, start, self._now()))
@@ -206,6 +213,8 @@ class HierarchicalGather(FlatGather):
         if group is not self._shard:  # a smaller group, with reshard_after_forward=<int>
             return super().__call__(output_tensor, input_tensor, group, async_op)
         column = column_of(output_tensor, self._inside)
+        # Ordered on the caller's stream. With async_op only the second stage leaves it, so FSDP2's own way (which calls
+        # this on its gather stream, without async_op) hides both stages and an explicit unshard(async_op=True) one.
         super().__call__(column, input_tensor, self._across)
         return super().__call__(output_tensor, column, self._inside, async_op)
 

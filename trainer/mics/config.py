@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from mics.shapes import ModelShape, shape_of
-from mics.strategies import StrategyName, rank_grid
+from mics.strategies import Reshard, StrategyName, rank_grid, reshard_of
 from mics.topology import RankGrid
 
 T = TypeVar("T")
@@ -104,6 +104,7 @@ class TrainConfig:
 
     model: str | ModelShape = "gpt-3m"  # a preset, a shape, package.module:factory, or hf:CONFIG
     data: tuple[str, ...] = ("stdlib",)  # "stdlib", or files, folders and s3:// names that the nodes see
+    initial: str = ""  # folder of safetensors with the first weights, seen by every node; empty = random ones
     mask_token: int | Auto = "auto"  # encoders only: id that hides a token; auto = the last of the vocabulary
     strategy: StrategyName = "mics"
     partition: int | Auto = "auto"
@@ -214,6 +215,12 @@ class RunConfig:
             partition=t.partition,
             hierarchical=t.hierarchical,
         )
+
+    @property
+    def reshard(self) -> Reshard:
+        """How long gathered weights live."""
+        assert self.train.reshard_after_forward != "auto"
+        return reshard_of(self.train.strategy, self.train.reshard_after_forward, self.grid)
 
     def node_of(self, rank: int) -> int:
         """Cluster index of the node that has this rank."""

@@ -1,8 +1,8 @@
 """Initial weights that depend neither on p nor on n.
 
 Every rank draws each parameter whole, from a generator keyed by (seed, the parameter's name), and keeps its own slice.
-Per-rank seeds would give replicas that differ from the start, and nothing would complain. CPU and GPU generators
-differ, so weights are the same for every p and n on one kind of device.
+One parameter is whole at a time, the model never is. Per-rank seeds would give replicas that differ from the start, and
+nothing would complain. CPU and GPU generators differ, so weights are the same for every p and n on one kind of device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ def key_of(seed: int, name: str) -> int:
 
 
 def materialise(model: nn.Module, fill: Fill, *, seed: int, device: torch.device) -> None:
-    """Give a model built on meta (sharded or not) its memory on `device` and its initial weights. Sends nothing."""
-    model.to_empty(device=device)
+    """Give a model whose parameters are on meta (sharded or not) its memory on `device` and its initial weights.
+
+    Sends nothing. Buffers that have values keep them (rotary tables); tied parameters stay tied.
+    """
+    allocate(model, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             generator = torch.Generator(device).manual_seed(key_of(seed, name))
@@ -35,3 +38,25 @@ def materialise(model: nn.Module, fill: Fill, *, seed: int, device: torch.device
                 parameter.to_local().copy_(mine.to_local())
             else:
                 parameter.copy_(full)
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Memory without values for the parameters. `Module.to_empty` alone forgets buffers and unties plain tensors."""
+    tied = _tied(model)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    model.to_empty(device=device)
+    for (owner, key), *others in tied:
+        for other, other_key in others:
+            setattr(other, other_key, getattr(owner, key))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if not buffers[name].is_meta:
+            buffer.copy_(buffers[name])
+
+
+def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """The places of each parameter that has several."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((module, key))
+    return [found for found in places.values() if len(found) > 1]

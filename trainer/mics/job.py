@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import os
+import sys
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import nn
 from torch.optim import AdamW
 
-from mics.checkpoint import Progress, check_shared, load, to_resume
+from mics.checkpoint import Identity, Progress, Saver, TrainState, check_shared, find_resume, load
 from mics.config import RunConfig
-from mics.data import Corpus, check_corpus, deal, find_files, load_batch, open_corpus
+from mics.data import Batch, RunData, copy_data, deal, load_batch, mask_token_of, open_data, validation_batches
 from mics.errors import RunRefusedError
 from mics.init import materialise
 from mics.metrics import InterfaceCounter
-from mics.models.gpt import GPT, IGNORED, build_on_meta
+from mics.models.build import build
+from mics.models.built import Built
+from mics.models.weights import check_weights, load_weights
 from mics.optim import adamw
 from mics.paths import on_this_node
-from mics.precision import DTYPES
-from mics.ranks import Place, every_node, together
+from mics.precision import DTYPES, LossScale
+from mics.ranks import Place, collective_timeout, every_node, together
+from mics.recompute import prepare_blocks
 from mics.sharding import Connection, apply, check_replicas, connect
-
-Batch = tuple[Tensor, Tensor]
+from mics.timer import StepTimer
+from mics.trial import hierarchical_pays
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,59 @@ class Job:
     place: Place
     device: torch.device
     connection: Connection
-    model: GPT
+    built: Built
     optimizer: AdamW
-    corpus: Corpus
+    scale: LossScale
+    data: RunData
+    mask_token: int | None
     interface: InterfaceCounter
+    timer: StepTimer
     start: Progress
+    saver: Saver | None
+
+    @property
+    def model(self) -> nn.Module:
+        return self.built.model
+
+    @property
+    def state(self) -> TrainState:
+        return TrainState(self.model, self.optimizer, self.scale)
+
+    def batches(self, first_sample: int) -> list[Batch]:
+        """This rank's micro-steps of the step whose batch starts at `first_sample`, on the CPU."""
+        t, place = self.run.train, self.place
+        dealt = deal(
+            first_sample,
+            rank=place.rank,
+            world_size=place.world_size,
+            micro_batch=self.run.micro_batch,
+            accumulation=t.accumulation,
+        )
+        return [
+            load_batch(
+                self.data.train,
+                samples,
+                sequence=t.sequence,
+                seed=t.seed,
+                vocabulary=self.built.vocabulary,
+                mask_token=self.mask_token,
+            )
+            for samples in dealt
+        ]
+
+    def held_out(self) -> Iterator[Batch]:
+        """This rank's share of the validation sequences, on the CPU. Only where the run validates."""
+        assert self.data.validation is not None
+        return validation_batches(
+            self.data.validation,
+            sequences=self.run.train.validation.sequences,
+            sequence=self.run.train.sequence,
+            rank=self.place.rank,
+            world_size=self.place.world_size,
+            micro_batch=self.run.micro_batch,
+            vocabulary=self.built.vocabulary,
+            mask_token=self.mask_token,
+        )
 
 
 def prepare(run: RunConfig, place: Place, device: torch.device) -> Job:
@@ -49,40 +100,109 @@ def prepare(run: RunConfig, place: Place, device: torch.device) -> Job:
     t, dtypes = run.train, DTYPES[run.precision]
     if t.checkpoint.every:
         check_shared(node_path(t.checkpoint.path), run_token(place), place)
-    corpus = shared_corpus(run, place)
-    resume = together(lambda: to_resume(node_path(run.resume_from), t.shape) if run.resume_from else None, place)
+    built = together(lambda: _built(run), place)
+    mask_token = mask_token_of(t, vocabulary=built.vocabulary, masked=built.masked)
+    data = shared_data(run, built, place)
+    identity = Identity(built.identity, {"seed": t.seed, "sequence": t.sequence, "corpus": data.train.digest()})
+    own_folder = node_path(run.checkpoint_folder) if t.checkpoint.every else None
+    resume = find_resume(own_folder, node_path(run.resume_from) if run.resume_from else None, identity)
+    for note in resume.notes:
+        say(note, place)
     interface = together(lambda: InterfaceCounter(run.interface if place.local_rank == 0 else None), place)
 
-    connection = connect(run.grid, device=device.type)
-    model = build_on_meta(t.shape, dtypes.master)
-    apply(model, connection, blocks=model.blocks, gather_dtype=dtypes.gather, reduce_dtype=dtypes.reduce)
-    materialise(model, model.fill, seed=t.seed, device=device)
-    optimizer = adamw(model, lr=t.lr, weight_decay=t.weight_decay)
-    start = load(resume, model, optimizer) if resume else Progress()
-    check_replicas(model, connection)
-    return Job(run, place, device, connection, model, optimizer, corpus, interface, start)
+    run = without_hierarchy_that_loses(run, built, place, device)
+    connection = connect(run.grid, device=device.type, timeout=collective_timeout(t.limits))
+    assert t.checkpointing != "auto"
+    prepare_blocks(built.blocks, checkpointing=t.checkpointing, compile=t.compile)
+    timer = StepTimer(device)
+    timer.follow(built.blocks)
+    apply(
+        built.model,
+        connection,
+        blocks=built.blocks,
+        gather_dtype=dtypes.gather,
+        reduce_dtype=dtypes.reduce,
+        reshard=run.reshard,
+    )
+    materialise(built.model, built.fill, seed=t.seed, device=device)
+    if t.initial and not resume.checkpoint:
+        load_weights(built.model, Path(node_path(t.initial)))
+    optimizer, scale = adamw(built.model, lr=t.lr, weight_decay=t.weight_decay), LossScale(run.precision, device)
+    if resume.checkpoint:
+        load(resume.checkpoint, TrainState(built.model, optimizer, scale))
+        say(f"goes on from {resume.checkpoint}", place)
+    check_replicas(built.model, connection)
+    saver = Saver(own_folder, identity, t.checkpoint) if own_folder else None
+    return Job(
+        run,
+        place,
+        device,
+        connection,
+        built,
+        optimizer,
+        scale,
+        data,
+        mask_token,
+        interface,
+        timer,
+        resume.progress,
+        saver,
+    )
 
 
-def shared_corpus(run: RunConfig, place: Place) -> Corpus:
-    """The corpus, after a check that it fits the run and is the same on every node. Collective over all ranks."""
+def _built(run: RunConfig) -> Built:
+    built = build(run.train, DTYPES[run.precision].master)
+    if run.train.initial:
+        check_weights(built.model, Path(node_path(run.train.initial)))
+    return built
 
-    def checked() -> Corpus:
-        corpus = open_corpus(find_files(run.train.data, os.environ))
-        check_corpus(
-            corpus.size,
-            vocabulary=run.train.shape.vocabulary,
-            sequence=run.train.sequence,
+
+def shared_data(run: RunConfig, built: Built, place: Place) -> RunData:
+    """The data, after a check that it fits the run and is the same on every node. Collective over all ranks."""
+    together(lambda: copy_data(run.train, os.environ) if place.local_rank == 0 else None, place)
+    data = together(
+        lambda: open_data(
+            run.train,
+            os.environ,
+            vocabulary=built.vocabulary,
             global_batch=run.global_batch,
-        )
-        return corpus
+            rank=place.rank,
+            world_size=place.world_size,
+        ),
+        place,
+    )
+    summaries = every_node(data.summary() if place.local_rank == 0 else "", place)
+    for node, summary in enumerate(summaries):
+        if summary != summaries[0]:
+            raise RunRefusedError(f"train.data: node {node} has other data ({summary}) than node 0 ({summaries[0]})")
+    return data
 
-    corpus = together(checked, place)
-    mine = f"{len(corpus.files)} files, {corpus.size} bytes, sha256 {corpus.digest()}" if place.local_rank == 0 else ""
-    texts = every_node(mine, place)
-    for node, text in enumerate(texts):
-        if text != texts[0]:
-            raise RunRefusedError(f"train.data: node {node} has other data ({text}) than node 0 ({texts[0]})")
-    return corpus
+
+def without_hierarchy_that_loses(run: RunConfig, built: Built, place: Place, device: torch.device) -> RunConfig:
+    """The run with flat collectives, where a trial on this network (if one is asked for) shows them to be faster."""
+    if not run.trial_seconds or not run.grid.hierarchical:
+        return run
+    flat = replace(run, train=replace(run.train, hierarchical=False))
+    trial = hierarchical_pays(
+        run.grid,
+        replace(run.grid, hierarchical=False),
+        block_bytes=built.block_parameters / len(built.blocks) * DTYPES[run.precision].gather.itemsize,
+        seconds=run.trial_seconds,
+        device=device,
+    )
+    say(
+        f"a block's gather and reduce-scatter: flat {trial.flat_seconds * 1e3:.2f} ms, hierarchical "
+        f"{trial.hierarchical_seconds * 1e3:.2f} ms (median of {trial.repeats}); this run is "
+        f"{'hierarchical' if trial.pays else 'flat'}",
+        place,
+    )
+    return run if trial.pays else flat
+
+
+def say(text: str, place: Place) -> None:
+    """A line for the reader, from rank 0. In one piece: print would let another rank write into it."""
+    if place.rank == 0:
+        sys.stderr.write(f"mics: {text}\n")
 
 
 def run_token(place: Place) -> str:
@@ -90,25 +210,5 @@ def run_token(place: Place) -> str:
     return every_node(uuid.uuid4().hex, place)[0]
 
 
-def node_path(path: str) -> Path:
-    return Path(on_this_node(path, os.environ))
-
-
-def next_batches(job: Job, progress: Progress) -> list[Batch]:
-    t, place = job.run.train, job.place
-    dealt = deal(
-        progress.samples,
-        rank=place.rank,
-        world_size=place.world_size,
-        micro_batch=job.run.micro_batch,
-        accumulation=t.accumulation,
-    )
-    loaded = (load_batch(job.corpus, samples, sequence=t.sequence, seed=t.seed) for samples in dealt)
-    return [(inputs.to(job.device), targets.to(job.device)) for inputs, targets in loaded]
-
-
-def valid_tokens(batches: Sequence[Batch]) -> Tensor:
-    """Valid targets of all ranks and micro-steps, a scalar on the device. Collective over all ranks."""
-    count = torch.stack([(targets != IGNORED).sum() for _, targets in batches]).sum()
-    dist.all_reduce(count)
-    return count
+def node_path(path: str) -> str:
+    return on_this_node(path, os.environ)

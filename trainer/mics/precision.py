@@ -57,7 +57,8 @@ class LossScale:
         self._clean_steps = torch.where(grown, 0.0, clean)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"value": self.value, "clean_steps": self._clean_steps}
+        """Empty where the scale is always 1: a run in fp16 that goes on from there starts with its own."""
+        return {"value": self.value, "clean_steps": self._clean_steps} if self._dynamic else {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         if self._dynamic:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # public; torch does not mark it so
 
+from mics.config import LimitsConfig, RunConfig
 from mics.errors import RunRefusedError
 
 T = TypeVar("T")
+MARGIN_SECONDS = 120.0  # the stall watchdog speaks first: it can name the rank that the others wait for
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,47 @@ def check_place(place: Place, *, nodes: int, devices_per_node: int) -> None:
         )
 
 
-def join(place: Place) -> torch.device:
-    """Join the other processes: NCCL on one GPU each where there are GPUs, otherwise gloo on the CPU."""
+def node_names(run: RunConfig) -> tuple[str, ...]:
+    """The name of each rank's node, by rank: its instance id where run.json has it. Pure."""
+    nodes = [run.node_of(rank) for rank in range(run.world_size)]
+    return tuple(run.node_names[node] if run.node_names else f"node {node}" for node in nodes)
+
+
+def collective_timeout(limits: LimitsConfig) -> timedelta:
+    """For every process group: longer than the limits of the stall watchdog, so that it speaks first. Pure."""
+    return timedelta(seconds=max(limits.first_step_seconds, limits.step_seconds) + MARGIN_SECONDS)
+
+
+def meet(place: Place, environment: Mapping[str, str], *, timeout: timedelta) -> TCPStore:
+    """This rank's connection to the store where all ranks meet, at MASTER_ADDR:MASTER_PORT.
+
+    It waits for the store but not for the other ranks, unlike torch's own env:// rendezvous: so a rank that never comes
+    is a stall that the watchdog can name. torchrun serves the store itself and says so; otherwise rank 0 does.
+    """
+    try:
+        host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise RunRefusedError(f"torchrun tells where rank 0 is, but {error} is not set") from None
+    served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(
+        host,
+        port,
+        place.world_size,
+        is_master=place.rank == 0 and not served,
+        timeout=timeout,
+        wait_for_workers=False,
+    )
+
+
+def join(place: Place, store: Store | None = None, *, timeout: timedelta | None = None) -> torch.device:
+    """Join the other processes: NCCL on one GPU each where there are GPUs, otherwise gloo on the CPU.
+
+    With GPUs, gloo is there too, for what is on the CPU: objects, and states on their way to a checkpoint.
+
+    store    from `meet`; None = torch's env:// rendezvous
+    timeout  of each collective of the world's group, see `collective_timeout`
+    """
+    rank, size = (place.rank, place.world_size) if store is not None else (-1, -1)
     if torch.cuda.is_available():
         if torch.cuda.device_count() < place.local_world_size:
             raise RunRefusedError(
@@ -60,11 +103,14 @@ def join(place: Place) -> torch.device:
             )
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        # device_id: NCCL connects here and now, so a broken network shows before the model is built.
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device
+        )
         return device
     # One thread per rank: ranks share the cores, and sums come out the same on every machine.
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     return torch.device("cpu")
 
 

@@ -84,6 +84,11 @@ class RankGrid:
         width = self.nodes_per_partition
         return tuple(group[i::width] for group in self.partition_groups() for i in range(width))
 
+    def sharing_groups(self, devices: int) -> tuple[Group, ...]:
+        """Neighbours on a node, `devices` at a time. Where that number divides `devices_inside`, each of these groups
+        lies inside one partition group, and can keep a copy of its weights."""
+        return tuple(tuple(range(start, start + devices)) for start in range(0, self.world_size, devices))
+
     def _needs_hierarchy(self) -> None:
         if not self.hierarchical:
             raise ValueError("a flat rank grid has no stages")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mics.strategies import Reshard
 from mics.topology import Group, RankGrid
 
 
@@ -53,6 +54,17 @@ def hop2(grid: RankGrid, message_bytes: float) -> float:
     return 2 * (r - 1) / r * min(k, p) / p * message_bytes
 
 
+def gathered(grid: RankGrid, *, block_bytes: float, root_bytes: float, micro_steps: int, reshard: Reshard) -> float:
+    """Bytes per node per optimizer step of the gathers.
+
+    Each block is gathered for the forward pass and again for the backward pass: with True across nodes, with a number
+    of devices from the copy inside the node, otherwise not at all. The root's own weights stay until its backward.
+    """
+    passes_of_blocks = 2 if reshard is True else 1
+    times = 1 if reshard == "step" else micro_steps
+    return times * (passes_of_blocks * one_pass(grid, block_bytes) + one_pass(grid, root_bytes))
+
+
 def per_step(
     grid: RankGrid,
     *,
@@ -61,17 +73,19 @@ def per_step(
     block_gradient_bytes: float,
     root_gradient_bytes: float,
     micro_steps: int,
+    reshard: Reshard = True,
 ) -> Traffic:
-    """Bytes per node per optimizer step of the MiCS schedule (which is also ZeRO-3 with p = n and DDP with p = 1).
+    """Bytes per node per optimizer step of the MiCS schedule.
 
-    block_bytes, root_bytes   gathered weights of all blocks and of the root, in the dtype of the gather. FSDP2 frees
-                              the blocks after the forward pass and gathers them again for the backward; the root stays.
-    *_gradient_bytes          the same parameters in the dtype of the reduction.
+    It is also ZeRO-3 with p = n, ZeRO-2 with p = n and reshard "step", and DDP with p = 1.
+
+    block_bytes, root_bytes   gathered weights of all blocks and of the root, in the dtype of the gather
+    *_gradient_bytes          the trainable ones of these parameters, in the dtype of the reduction
+    reshard                   how long gathered weights live (`mics.strategies`)
     """
-    gathered = micro_steps * (2 * one_pass(grid, block_bytes) + one_pass(grid, root_bytes))
     gradients = block_gradient_bytes + root_gradient_bytes
     return Traffic(
-        gather=gathered,
+        gather=gathered(grid, block_bytes=block_bytes, root_bytes=root_bytes, micro_steps=micro_steps, reshard=reshard),
         reduce_scatter=micro_steps * one_pass(grid, gradients),
         hop2=hop2(grid, gradients),
     )

@@ -6,10 +6,11 @@ import base64
 import ipaddress
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from micsctl.sandbox.ec2.models import RUNNING, SandboxInstance
-from micsctl.sandbox.ec2.moto_parts import EC2ClientError, ec2_models
+from micsctl.sandbox.ec2.moto_parts import EC2ClientError, ec2_models, iam_models
 from micsctl.sandbox.faults import FaultBook
 from micsctl.sandbox.hosts import NodeHosts
 from micsctl.sandbox.imds import InstanceFacts
@@ -34,6 +35,9 @@ class Emulator:
     def instances(self) -> Iterator[SandboxInstance]:
         for backend in self.backends():
             yield from backend.all_instances()
+
+    def instance_profiles(self, account: str) -> list[Any]:
+        return list(iam_models.iam_backends[account]["aws"].get_instance_profiles())
 
     def live_instances(self) -> int:
         with self.lock:
@@ -100,6 +104,14 @@ class Emulator:
                     instance.host_ended()
             self.refresh_routes()
 
+    def end_interrupted(self, now: float) -> None:
+        """End the instances whose spot notice has run out."""
+        for fault in self.faults.due(now):
+            with self.lock:
+                for instance in self.instances():
+                    if fault.instance in (None, instance.id):
+                        instance.interrupt()
+
     def facts(self, private_ip: str = "", instance_id: str = "") -> InstanceFacts | None:
         """What the instance metadata service says to the instance with this address or id."""
         with self.lock:
@@ -107,7 +119,7 @@ class Emulator:
                 if instance.state in ("pending", "running") and (
                     instance.private_ip_address == private_ip if private_ip else instance.id == instance_id
                 ):
-                    return _facts(instance, self.faults.spot_interruption())
+                    return _facts(instance, self.faults.interrupted_at(instance.id))
         return None
 
 
@@ -128,7 +140,7 @@ def _blocks(rule: Any) -> list[ipaddress.IPv4Network]:
     return [ipaddress.IPv4Network(text)] if text else []
 
 
-def _facts(instance: SandboxInstance, interrupted: bool) -> InstanceFacts:
+def _facts(instance: SandboxInstance, interrupted_at: float | None) -> InstanceFacts:
     backend = instance.ec2_backend
     association = backend.iam_instance_profile_associations.get(instance.id)
     roles = association.iam_instance_profile.roles if association else []
@@ -155,5 +167,5 @@ def _facts(instance: SandboxInstance, interrupted: bool) -> InstanceFacts:
         tokens_required=instance.metadata_options.http_tokens == "required",
         enabled=instance.metadata_options.http_endpoint == "enabled",
         tags_allowed=instance.metadata_options.instance_metadata_tags == "enabled",
-        interrupted=interrupted,
+        interrupted_at=datetime.fromtimestamp(interrupted_at, UTC) if interrupted_at else None,
     )

@@ -7,6 +7,7 @@ which public source stands in docs/sandbox.md.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from micsctl.sandbox.ec2.instances import InstanceActions
 from micsctl.sandbox.ec2.launch import LaunchActions
 from micsctl.sandbox.ec2.models import SandboxAttachment, SandboxInstance
 from micsctl.sandbox.ec2.moto_parts import (
+    DEFAULT_ACCOUNT_ID,
     BaseResponse,
     MotoBackend,
     ec2_models,
@@ -25,6 +27,7 @@ from micsctl.sandbox.ec2.moto_parts import (
     ec2_utils,
     eip_models,
     eni_models,
+    iam_models,
     instance_models,
     ssm_models,
     werkzeug_app,
@@ -33,6 +36,8 @@ from micsctl.sandbox.ec2.network import NetworkActions
 from micsctl.sandbox.ec2.placement import PlacementActions
 from micsctl.sandbox.faults import FaultBook
 from micsctl.sandbox.hosts import NodeHosts
+
+NODE_PROFILE = "mics-nodes"
 
 
 class SandboxResponse(PlacementActions, LaunchActions, InstanceActions, AddressActions, NetworkActions):
@@ -59,7 +64,17 @@ def install(hosts: NodeHosts, faults: FaultBook) -> tuple[Emulator, Callable[...
     )
     ec2_utils.EC2_RESOURCE_TO_PREFIX["placement-group"] = "pg"
     ec2_utils.EC2_PREFIX_TO_RESOURCE["pg"] = "placement-group"
+    _make_profile()
     return emulator, werkzeug_app.DomainDispatcherApplication(werkzeug_app.create_backend_app)
+
+
+def _make_profile() -> None:
+    """The instance profile that somebody with the right to do so has made in this account: its role may use S3."""
+    iam = iam_models.iam_backends[DEFAULT_ACCOUNT_ID]["aws"]
+    trust = {"Effect": "Allow", "Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}
+    document = json.dumps({"Version": "2012-10-17", "Statement": [trust]})
+    iam.create_role(NODE_PROFILE, document, "/", None, "nodes of the sandbox", [], None)
+    iam.create_instance_profile(NODE_PROFILE, "/", [NODE_PROFILE])
 
 
 def _check_touch_points() -> None:
@@ -74,6 +89,7 @@ def _check_touch_points() -> None:
         "Attachment.network_card_index": "network_card_index" in eni_models.Attachment.__init__.__code__.co_names,
         "elastic_network_interfaces.random_public_ip": hasattr(eni_models, "random_public_ip"),
         "elastic_ip_addresses.random_ip": hasattr(eip_models, "random_ip"),
+        "IAMBackend.create_instance_profile": hasattr(iam_models.IAMBackend, "create_instance_profile"),
         "moto.ssm.models.ParameterDict": hasattr(ssm_models, "ParameterDict"),
         "moto.ec2.utils.filter_dict_attribute_mapping": hasattr(ec2_utils, "filter_dict_attribute_mapping"),
         "moto.ec2.utils.EC2_RESOURCE_TO_PREFIX": hasattr(ec2_utils, "EC2_RESOURCE_TO_PREFIX"),

@@ -72,6 +72,7 @@ class LaunchActions(Request):
             )
         if len(base64.b64decode(str(self._get_param("UserData") or ""))) > _MAX_USER_DATA_BYTES:
             raise EC2ClientError("InvalidParameterValue", f"User data is limited to {_MAX_USER_DATA_BYTES} bytes")
+        self._check_instance_profile()
         subnet = self.backend.get_subnet(subnets[0]) if subnets[0] else None
         groups = {*self._get_param("SecurityGroupIds", []), *(g for one in interfaces for g in one.get("Groups") or [])}
         for group_id in sorted(groups):
@@ -89,6 +90,14 @@ class LaunchActions(Request):
         if subnet:
             self._check_room(launch, subnet)
         return launch
+
+    def _check_instance_profile(self) -> None:
+        known = self.emulator.instance_profiles(self.backend.account_id)
+        for field in ("name", "arn"):
+            asked = self._get_param(f"IamInstanceProfile.{field.title()}")
+            if asked and asked not in [getattr(profile, field) for profile in known]:
+                message = f"Value ({asked}) for parameter iamInstanceProfile.{field} is invalid."
+                raise EC2ClientError("InvalidParameterValue", f"{message} Invalid IAM Instance Profile {field}")
 
     def _check_group(self, group_id: str, subnet: Any) -> None:
         group = self.backend.get_security_group_from_id(group_id)
@@ -165,11 +174,18 @@ class LaunchActions(Request):
         for instance in reservation.instances:
             instance.placement.group_name = launch.group_name
             instance.visible_at = hidden_until
+            self._associate_profile(instance)
             self._finish_interfaces(instance, launch, tags)
         if token:
             self.backend.launches[token] = (digest, reservation)
         self._start_hosts(reservation.instances)
         return ActionResult(reservation)
+
+    def _associate_profile(self, instance: SandboxInstance) -> None:
+        """moto does so for the first instance of a launch only."""
+        name, arn = (self._get_param(f"IamInstanceProfile.{field}") for field in ("Name", "Arn"))
+        if (name or arn) and instance.id not in self.backend.iam_instance_profile_associations:
+            self.backend.associate_iam_instance_profile(instance.id, name, arn)
 
     def _start_hosts(self, instances: Sequence[SandboxInstance]) -> None:
         """Where this machine cannot start them (a full disk), the instances end, as AWS ends what it cannot start."""
@@ -219,4 +235,5 @@ class LaunchActions(Request):
             public_key=key.public_key if key else "",
             user_data=base64.b64decode(str(self._get_param("UserData") or "")),
             subnet_cidr=instance.nics[0].subnet.cidr_block,
+            region=self.backend.region_name,
         )

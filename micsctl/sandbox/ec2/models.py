@@ -28,6 +28,7 @@ class SandboxInstance(MotoInstance):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.enter(PENDING)
         self.visible_at = 0.0
+        self._ended_by = "Client.InstanceInitiatedShutdown: Instance initiated shutdown"
 
     @property
     def emulator(self) -> Emulator:
@@ -74,23 +75,28 @@ class SandboxInstance(MotoInstance):  # type: ignore[misc]
     def terminate(self) -> Any:
         """Ask the host to end; `host_ended` does the rest."""
         previous = instance_models.InstanceState(self._state.name, self._state.code)
+        self._end("Client.UserInitiatedShutdown: User initiated shutdown")
+        return previous
+
+    def interrupt(self) -> None:
+        """AWS takes the instance back."""
+        self._end("Server.SpotInstanceTermination: Spot instance termination")
+
+    def _end(self, by: str) -> None:
         if self.state == "stopped":
-            self._tear_down("Client.UserInitiatedShutdown: User initiated shutdown")
-        elif self.state != "terminated":
+            self._tear_down(by)
+        elif self.state in ("pending", "running"):
+            self._ended_by = by
             self.enter(_SHUTTING_DOWN)
             self.emulator.hosts.stop([self.id])
-        return previous
 
     def fail(self) -> None:
         """The host could not be started."""
         self._tear_down("Server.InternalError: Internal error on launch")
 
     def host_ended(self) -> None:
-        asked = self.state == "shutting-down"
-        by = "Client.UserInitiatedShutdown: User initiated shutdown"
-        if not asked:
-            by = "Client.InstanceInitiatedShutdown: Instance initiated shutdown"
-        if asked or self.instance_initiated_shutdown_behavior == "terminate":
+        by = self._ended_by
+        if self.state == "shutting-down" or self.instance_initiated_shutdown_behavior == "terminate":
             self._tear_down(by)
         elif self.state != "terminated":
             self.enter(_STOPPED)
