@@ -29,9 +29,9 @@ from micsctl.planner.partition import (
 def plan(train: TrainConfig, machines: Machines) -> Plan:
     """Answer every `auto` of the train section for these machines, and say why.
 
-    An automatic micro-batch is the one that a free p gets, whatever the strategy, so that strategies compare with equal
-    work; it is smaller only where the partition size that is asked for leaves no room. An explicit `train.partition`
-    that does not fit is kept, with a warning in the reason.
+    Automatic micro-batch and checkpointing are those that strategy mics gets with a free p, whatever the strategy, so
+    that strategies compare with equal work; they need less only where the partition size that is asked for leaves no
+    room. An explicit `train.partition` that does not fit is kept, with a warning in the reason.
 
     A model of the user's own cannot be weighed: its partition size and micro-batch must be given, and it is not
     checkpointed unless asked for.
@@ -44,7 +44,7 @@ def plan(train: TrainConfig, machines: Machines) -> Plan:
         return _unweighed(train, machines, precision)
     shape, zero3 = train.shape, RankGrid(machines.world_size, machines.devices_per_node, machines.world_size)
 
-    def memory_of(p: int, micro_batch: int, checkpointing: Checkpointing) -> Memory:
+    def weigh(p: int, micro_batch: int, checkpointing: Checkpointing, reshard: Reshard) -> Memory:
         return estimate(
             shape,
             partition_size=p,
@@ -53,11 +53,17 @@ def plan(train: TrainConfig, machines: Machines) -> Plan:
             precision=precision,
             device=machines.device,
             checkpointing=checkpointing,
-            reshard=_weighed_reshard(train, p),
+            reshard=reshard,
             loss_chunk=train.loss_chunk,
         )
 
-    chosen = _choose(train, machines, memory_of)
+    def memory_of(p: int, micro_batch: int, checkpointing: Checkpointing) -> Memory:
+        return weigh(p, micro_batch, checkpointing, _weighed_reshard(train, p))
+
+    def memory_of_mics(p: int, micro_batch: int, checkpointing: Checkpointing) -> Memory:
+        return weigh(p, micro_batch, checkpointing, True)
+
+    chosen = _choose(train, machines, memory_of, memory_of_mics)
     grid = _grid(train, machines, chosen.partition_size)
     weighed = candidates(machines, chosen, memory_of)
     resolved = _resolved(train, grid, chosen, precision)
@@ -134,31 +140,32 @@ def _resolved(train: TrainConfig, grid: RankGrid, chosen: Choice, precision: Pre
     )
 
 
-def _choose(train: TrainConfig, machines: Machines, memory_of: MemoryOf) -> Choice:
+def _choose(train: TrainConfig, machines: Machines, memory_of: MemoryOf, memory_of_mics: MemoryOf) -> Choice:
     tries = Tries(
         MICRO_BATCHES if train.micro_batch == "auto" else (train.micro_batch,),
         ("none", "full") if train.checkpointing == "auto" else (train.checkpointing,),
     )
-    free = choose(machines, tries, memory_of)
+    nowhere = _least(machines.world_size, tries)
     if train.partition == "auto" and free_partition(train.strategy):
+        free = choose(machines, tries, memory_of)
         if free is None:
-            raise reason.fits_nowhere(train, machines, _least(machines.world_size, tries), memory_of)
+            raise reason.fits_nowhere(train, machines, nowhere, memory_of)
         return free
 
     asked = _grid(train, machines, train.partition).partition_size
+    free = choose(machines, tries, memory_of_mics)
     if free is not None:
         tries = Tries(
             [b for b in tries.micro_batches if b <= free.micro_batch],
             tries.checkpointings[tries.checkpointings.index(free.checkpointing) :],
         )
-    fitting = choose_at(machines, asked, tries, memory_of)
-    least = _least(asked, tries)
+    fitting, least = choose_at(machines, asked, tries, memory_of), _least(asked, tries)
     if fitting is not None:
         return fitting
     if train.partition != "auto":
         return least
     if free is None:
-        raise reason.fits_nowhere(train, machines, _least(machines.world_size, tries), memory_of)
+        raise reason.fits_nowhere(train, machines, nowhere, memory_of)
     needed = memory_of(least.partition_size, least.micro_batch, least.checkpointing)
     raise reason.strategy_does_not_fit(train, machines, asked, free, needed)
 

@@ -14,6 +14,7 @@ from micsctl.planner.model import Candidate, Machines, Memory
 from micsctl.planner.partition import MARGIN, MICRO_BATCHES, Choice, MemoryOf, fits, memory_limit_bytes
 
 MOST_NODES = 1000  # as many as mics.yaml allows
+_AS_WITH_A_FREE_P = "as strategy mics gets it with a free p, or what needs less memory where that does not fit."
 
 
 def of_plan(
@@ -66,6 +67,7 @@ def fits_nowhere(train: TrainConfig, machines: Machines, least: Choice, memory_o
     ]
     advice = [f"cluster.nodes: {enough} (or more)"] if enough else []
     advice += ["a smaller train.micro_batch"] if micro_batch > 1 else []
+    advice += ["train.reshard_after_forward: true"] if train.reshard_after_forward not in (True, "auto") else []
     advice += ["train.checkpointing: full"] if least.checkpointing != "full" else []
     advice += ["a shorter train.sequence", "devices with more memory"]
     if not enough:
@@ -137,9 +139,7 @@ def _micro_batch(asked: TrainConfig, resolved: TrainConfig, grid: RankGrid) -> l
     if asked.partition == "auto" and free_partition(asked.strategy):
         inside = " while p stays inside a node" if grid.partition_size <= grid.devices_per_node else ""
         return [f"Micro-batch {resolved.micro_batch}: the largest of {tried} that fits{inside}."]
-    return [
-        f"Micro-batch {resolved.micro_batch}: as strategy mics gets it with a free p, or less where that does not fit."
-    ]
+    return [f"Micro-batch {resolved.micro_batch}: {_AS_WITH_A_FREE_P}"]
 
 
 def _kept(resolved: TrainConfig, grid: RankGrid) -> list[str]:
@@ -157,6 +157,9 @@ def _kept(resolved: TrainConfig, grid: RankGrid) -> list[str]:
 def _checkpointing(asked: TrainConfig, resolved: TrainConfig, grid: RankGrid) -> list[str]:
     if asked.checkpointing != "auto":
         return []
+    if asked.partition != "auto" or not free_partition(asked.strategy):
+        head = f"Checkpointing {resolved.checkpointing}:"
+        return [f"{head} likewise." if asked.micro_batch == "auto" else f"{head} {_AS_WITH_A_FREE_P}"]
     if resolved.checkpointing == "none":
         return ["Checkpointing none: it fits without computing activations again."]
     if grid.partition_size > grid.devices_per_node:

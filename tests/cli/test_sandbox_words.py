@@ -30,11 +30,18 @@ def test_what_ended_with_the_emulator_is_not_left_behind() -> None:
     [
         ((75, 75), "has stopped at step 3 of 20 and saved a checkpoint\nnext: micsctl launch --resume r"),
         ((0, 0), "is done"),
-        ((1, 1), "has ended at step 3 of 20 without saving a checkpoint (failed)"),
+        ((1, 1), "has ended at step 3 of 20 without saving a checkpoint (failed, exit code 1)"),
     ],
 )
 def test_a_run_that_was_stopped_says_whether_it_saved(exit_codes: tuple[int, int], words: str) -> None:
-    train = TrainConfig(partition=2, hierarchical=False, micro_batch=1, precision="fp32")
+    train = TrainConfig(
+        partition=2,
+        hierarchical=False,
+        micro_batch=1,
+        precision="fp32",
+        checkpointing="none",
+        reshard_after_forward=True,
+    )
     config = RunConfig("r", train, 2, 2)
     nodes = tuple(NodeState(i, alive=False, exit_code=code) for i, code in enumerate(exit_codes))
     assert after_stop(Run("r", config, nodes, last_step=3, last_loss=3.0)) == f"run r {words}"

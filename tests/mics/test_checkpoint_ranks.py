@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from mics.checkpoint import Identity, Progress, SaveFailedError, Saver, TrainState, check_shared, find_resume, load
 from mics.checkpoint.files import StoreReader
-from mics.checkpoint.states import tensors_of
+from mics.checkpoint.states import part_of_this_rank, tensors_of
 from mics.checkpoint.stores import DiskStore, open_store
 from mics.config import CheckpointConfig
 from mics.errors import RunRefusedError
@@ -224,7 +224,7 @@ class Wide(nn.Module):
 
 
 def written(folder, name):
-    """(elements saved, elements of the state, bytes that each rank wrote, bytes that this rank read)."""
+    """(elements saved, elements of the state, bytes that each rank wrote, bytes that this one read and copied)."""
     grid, _ = GRIDS[name]
     model = Wide()
     mics.apply(model, mics.connect(grid), blocks=model.blocks)
@@ -239,17 +239,21 @@ def written(folder, name):
     before = Path("/proc/self/io").read_text().split()
     load(f"{folder}/{name}/step-1", state)
     after = Path("/proc/self/io").read_text().split()
-    return saved, sum(p.numel() for p in state.model.parameters()), list(ranks.values()), int(after[1]) - int(before[1])
+    elements = sum(parameter.numel() for parameter in state.model.parameters())
+    copied = sum(tensor.to_local().nbytes for tensor in part_of_this_rank(tensors_of(state)).values())
+    return saved, elements, list(ranks.values()), int(after[1]) - int(before[1]), copied
 
 
 def test_every_shard_is_written_once_by_all_replicas_and_read_by_those_that_need_it(on_four):
     for name in ("ddp", "mics", "zero3"):
         results = on_four.results["written", name]
-        saved, elements, ranks, _ = results[0]
+        saved, elements, ranks, *_ = results[0]
         assert saved == elements == 8 * 96 * 96
         assert len(ranks) == 4
         assert max(ranks) < 1.1 * sum(ranks) / 4  # the work is spread
-        for _, _, _, read_bytes in results:
+        assert sum(copied for *_, copied in results) == 4 * elements
+        for *_, read_bytes, copied in results:
+            assert copied == elements  # a quarter of the bytes: what a rank writes is all that it copies
             share = 4 * elements // GRIDS[name][0].partition_size
             assert share <= read_bytes < 1.3 * share + (1 << 20), name
 

@@ -8,25 +8,38 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mics.config import CheckpointConfig, RunConfig, TrainConfig
+from mics.config import CheckpointConfig, LimitsConfig, ProfileConfig, RunConfig, TrainConfig, ValidationConfig
 from mics.shapes import PRESETS, ModelShape
+from mics.strategies import STRATEGIES
 from mics.topology import RankGrid
 
-RESOLVED = TrainConfig(partition=2, hierarchical=False, micro_batch=1, precision="fp32")
+RESOLVED = TrainConfig(
+    partition=2,
+    hierarchical=False,
+    micro_batch=1,
+    precision="fp32",
+    checkpointing="none",
+    reshard_after_forward=True,
+)
 RUN = RunConfig("r", RESOLVED, nodes=4, devices_per_node=2)
 
 trains = st.builds(
     TrainConfig,
     model=st.sampled_from([*PRESETS, ModelShape(hidden=8, layers=1, heads=2, ffn=3)]),
     data=st.lists(st.text(min_size=1), min_size=1).map(tuple),
-    strategy=st.sampled_from(("mics", "mics-flat", "zero3", "ddp")),
+    strategy=st.sampled_from(STRATEGIES),
     partition=st.integers(1, 512),
     hierarchical=st.booleans(),
     micro_batch=st.integers(1, 64),
     lr=st.floats(1e-12, 1e12),
-    precision=st.sampled_from(("fp32", "bf16", "fp64")),
+    precision=st.sampled_from(("fp32", "bf16", "fp16", "fp64")),
+    checkpointing=st.sampled_from(("none", "selective", "full")),
+    reshard_after_forward=st.booleans() | st.integers(2, 8),
     seed=st.integers(),
-    checkpoint=st.builds(CheckpointConfig, path=st.text().map(lambda text: f"/{text}"), every=st.integers(0, 99)),
+    checkpoint=st.builds(CheckpointConfig, path=st.text(min_size=1).map("s3://b{}".format), every=st.integers(0, 99)),
+    validation=st.builds(ValidationConfig, every=st.integers(0, 9), share=st.floats(0.01, 0.99)),
+    limits=st.builds(LimitsConfig, skipped_steps=st.integers(1, 99)),
+    profile=st.builds(ProfileConfig, first_step=st.integers(0, 99), memory=st.booleans()),
 )
 runs = st.builds(
     RunConfig,
@@ -98,7 +111,7 @@ def test_a_value_that_cannot_be_is_refused(changes: dict[str, Any], message: str
 
 
 def test_a_checkpoint_needs_an_absolute_path_and_a_period() -> None:
-    with pytest.raises(ValueError, match="must be absolute, got 'a'"):
+    with pytest.raises(ValueError, match="must be an absolute folder or s3://bucket/prefix, got .a."):
         CheckpointConfig(path="a")
     with pytest.raises(ValueError, match="every must be 0 or more, got -1"):
         CheckpointConfig(every=-1)

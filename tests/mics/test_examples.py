@@ -28,6 +28,21 @@ def test_the_examples_are_short():
     assert code_lines("torchtitan_mics.py") <= 40
 
 
+def test_import_is_light_and_every_name_is_there():
+    script = """
+import sys, mics
+assert "torch" not in sys.modules
+assert mics.metrics.__name__ == "mics.metrics"
+assert all(callable(getattr(mics, name)) for name in mics.__all__ if name != "metrics")
+try:
+    mics.aply
+except AttributeError as error:
+    print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout == "module 'mics' has no attribute 'aply'\n", ended.stderr
+
+
 @pytest.mark.distributed
 def test_own_loop():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from typing import get_args
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mics.config import Precision
-from mics.shapes import PRESETS, ModelShape
+from mics.config import Checkpointing, Precision
+from mics.shapes import PRESETS, ModelShape, shape_of
+from mics.strategies import Reshard
 
 from micsctl.planner.memory import estimate
 
 GPT_3M = PRESETS["gpt-3m"]
 
-# hidden, layers, heads of the BERT models in the MiCS paper's runs, their vocabulary of 32008 and sequence of 512
-BERT = {
-    "10B": ModelShape(hidden=2560, layers=127, heads=40, vocabulary=32008, positions=512),
-    "15B": ModelShape(hidden=2560, layers=190, heads=40, vocabulary=32008, positions=512),
-    "20B": ModelShape(hidden=5120, layers=64, heads=40, vocabulary=32008, positions=512),
-    "50B": ModelShape(hidden=8192, layers=62, heads=64, vocabulary=32008, positions=512),
-}
+LLAMA = ModelShape(
+    hidden=256,
+    layers=4,
+    heads=8,
+    kv_heads=2,
+    ffn=768,
+    vocabulary=1000,
+    positions=512,
+    family="llama",
+    tied=False,
+)
+ENCODER = ModelShape(hidden=256, layers=4, heads=8, vocabulary=1000, positions=256, family="bert")
+WORDY = ModelShape(hidden=192, layers=2, heads=4, vocabulary=20_000, positions=256)
 
 shapes = st.builds(
     lambda width, heads, **rest: ModelShape(hidden=width * heads, heads=heads, **rest),
@@ -38,23 +49,25 @@ devices = st.sampled_from(("cpu", "A100"))
 @pytest.mark.parametrize(
     ("name", "predicted_gb", "smallest"),
     [
-        ("10B", (28.8, 18.1, 12.8, 10.1), 8),
-        ("15B", (40.7, 24.8, 16.8, 12.8), 16),
-        ("20B", (53.3, 31.8, 21.0, 15.6), 16),
-        ("50B", (124.4, 71.1, 44.5, 31.2), 64),
+        ("bert-10b", (50.0, 28.8, 18.1, 12.8, 10.1), 8),
+        ("bert-15b", (72.3, 40.7, 24.8, 16.8, 12.8), 16),
+        ("bert-20b", (96.1, 53.3, 31.8, 21.0, 15.6), 16),
+        ("bert-50b", (230.7, 124.4, 71.1, 44.5, 31.2), 64),
     ],
 )
 def test_smallest_partition_size_on_a_v100_is_the_paper_s(
     name: str, predicted_gb: tuple[float, ...], smallest: int
 ) -> None:
-    sizes = (8, 16, 32, 64)
+    """Sequence 512, micro-batch 8, full checkpointing, no flash attention, 34.1 GB usable; the figures are those of
+    16 P / p, Korthikanti's activations and 10 P_b (16 bit, fp32 reduction), calculated by hand."""
+    sizes = (4, 8, 16, 32, 64)
     total_gb = {
         p: estimate(
-            BERT[name],
+            PRESETS[name],
             partition_size=p,
             micro_batch=8,
             sequence=512,
-            precision="bf16",
+            precision="fp16",
             device="V100",
             checkpointing="full",
             flash=False,
@@ -63,35 +76,83 @@ def test_smallest_partition_size_on_a_v100_is_the_paper_s(
         / 1e9
         for p in sizes
     }
-    # The tied head's gradient, held through the backward pass, is not in the published arithmetic: up to 0.6 GB.
-    assert tuple(total_gb.values()) == pytest.approx(predicted_gb, abs=0.65)
+    # The tied head's gradient, held through the backward pass, is not in the figures, nor is the head of the encoder.
+    assert tuple(total_gb.values()) == pytest.approx(predicted_gb, abs=1.3)
     assert min(p for p in sizes if total_gb[p] <= 34.1) == smallest
 
 
-@pytest.mark.parametrize(
-    ("model", "precision", "p", "micro_batch", "sequence", "allocated_mb"),
-    [
-        ("gpt-3m", "fp32", 1, 1, 128, 70.6),
-        ("gpt-3m", "fp32", 2, 1, 128, 47.7),
-        ("gpt-3m", "fp32", 2, 4, 128, 72.4),
-        ("gpt-3m", "fp32", 2, 8, 128, 108.5),
-        ("gpt-3m", "fp32", 4, 4, 128, 59.1),
-        ("gpt-3m", "bf16", 1, 4, 128, 76.7),
-        ("gpt-3m", "bf16", 2, 4, 128, 50.9),
-        ("gpt-17m", "fp32", 2, 4, 256, 341.1),
-        ("gpt2-124m", "fp32", 2, 1, 128, 1650.8),
-        ("gpt2-124m", "bf16", 2, 2, 512, 2001.4),
-    ],
-)
+MEASURED: list[tuple[str | ModelShape, Precision, int, int, int, dict[str, Any], float]] = [
+    # model, precision, p, micro-batch, sequence, the rest, MB
+    ("gpt-3m", "fp32", 1, 1, 128, {}, 70.3),
+    ("gpt-3m", "fp32", 2, 1, 128, {}, 47.2),
+    ("gpt-3m", "fp32", 2, 8, 128, {}, 108.1),
+    ("gpt-3m", "bf16", 1, 4, 128, {}, 76.4),
+    ("gpt-3m", "bf16", 2, 4, 128, {}, 50.4),
+    ("gpt-17m", "fp32", 2, 4, 256, {}, 340.6),
+    ("gpt-17m", "fp32", 2, 4, 256, {"checkpointing": "selective"}, 300.7),
+    ("gpt-17m", "fp32", 2, 4, 256, {"checkpointing": "full"}, 225.2),
+    ("gpt-17m", "bf16", 2, 4, 256, {"checkpointing": "full"}, 184.0),
+    (LLAMA, "fp32", 2, 8, 256, {}, 256.8),
+    (LLAMA, "fp32", 2, 8, 256, {"checkpointing": "selective"}, 176.5),
+    (LLAMA, "fp32", 2, 8, 256, {"checkpointing": "full"}, 108.9),
+    (LLAMA, "bf16", 2, 8, 256, {}, 174.7),
+    (LLAMA, "bf16", 2, 8, 256, {"checkpointing": "selective"}, 110.1),
+    (LLAMA, "bf16", 2, 8, 256, {"checkpointing": "full"}, 75.9),
+    (ENCODER, "bf16", 2, 8, 256, {}, 129.2),
+    (ENCODER, "bf16", 2, 8, 256, {"checkpointing": "full"}, 65.8),
+    ("gpt-3m", "fp32", 4, 1, 128, {}, 34.1),
+    ("gpt-3m", "fp32", 4, 1, 128, {"reshard": False}, 40.1),
+    ("gpt-3m", "fp32", 4, 1, 128, {"reshard": 2}, 38.0),
+    ("gpt-3m", "bf16", 4, 1, 128, {}, 25.0),
+    ("gpt-3m", "bf16", 4, 1, 128, {"reshard": False}, 27.5),
+    ("gpt-3m", "bf16", 4, 1, 128, {"reshard": 2}, 28.2),
+    (WORDY, "fp32", 2, 8, 256, {}, 601.4),
+    (WORDY, "fp32", 2, 8, 256, {"loss_chunk": 256}, 188.1),
+    (WORDY, "bf16", 2, 8, 256, {}, 565.9),
+    (WORDY, "bf16", 2, 8, 256, {"loss_chunk": 256}, 144.3),
+]
+
+
+@pytest.mark.parametrize(("model", "precision", "p", "micro_batch", "sequence", "rest", "allocated_mb"), MEASURED)
 def test_agrees_with_the_bytes_that_fsdp2_allocated(
-    model: str, precision: Precision, p: int, micro_batch: int, sequence: int, allocated_mb: float
+    model: str | ModelShape,
+    precision: Precision,
+    p: int,
+    micro_batch: int,
+    sequence: int,
+    rest: dict[str, Any],
+    allocated_mb: float,
 ) -> None:
-    """Measured once: the largest `mallinfo2` over all operators of the later steps of an FSDP2 loop (torch 2.13, CPU,
-    gloo, fused AdamW, two micro-steps), less what the process held before the model."""
+    """Measured once with step_memory.py: the largest `mallinfo2` after any operator of the second step of an FSDP2 loop
+    (torch 2.13, CPU, gloo, fused AdamW, two micro-steps), less what the process held before the model."""
     memory = estimate(
-        PRESETS[model], partition_size=p, micro_batch=micro_batch, sequence=sequence, precision=precision, device="cpu"
+        shape_of(model),
+        partition_size=p,
+        micro_batch=micro_batch,
+        sequence=sequence,
+        precision=precision,
+        device="cpu",
+        **rest,
     )
-    assert memory.total / 1e6 == pytest.approx(allocated_mb, rel=0.07)
+    assert memory.total / 1e6 == pytest.approx(allocated_mb, rel=0.1 if rest.get("reshard") == 2 else 0.06)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_fsdp2_allocates_today_what_it_did_when_measured(tmp_path: Path) -> None:
+    chosen = [row for row in MEASURED if row[2] == 2 and row[0] in (LLAMA, WORDY) and row[1] == "bf16"]
+    names = ("shape", "precision", "p", "micro_batch", "sequence")
+    cells = [dict(zip(names, row[:5], strict=True)) | row[5] for row in chosen]
+    torch = pytest.importorskip("torch")
+    torch.save({"cells": cells}, tmp_path / "arguments.pt")
+    here = Path(__file__)
+    launcher, program = here.parents[1] / "mics/rank_launcher.py", here.with_name("step_memory.py")
+    # every large tensor in a mapping of its own, so that what is freed is given back and seen
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    command = [sys.executable, launcher, program, "peak_bytes", "2", "240", tmp_path]
+    subprocess.run(list(map(str, command)), env={**environment, "GLOO_SOCKET_IFNAME": "lo"}, check=True, timeout=260)
+    found = torch.load(tmp_path / "0.pt", weights_only=False)
+    assert [peak / 1e6 for peak in found] == pytest.approx([row[6] for row in chosen], rel=0.03)
 
 
 def test_gpt_3m_in_fp32_by_hand() -> None:
@@ -127,8 +188,13 @@ def test_activations_are_those_of_korthikanti(flash: bool, scores: int) -> None:
 def test_a_large_vocabulary_moves_the_peak_to_the_loss() -> None:
     shape = ModelShape(hidden=64, layers=1, heads=1, vocabulary=50_000)
     memory = estimate(shape, partition_size=1, micro_batch=8, sequence=1024, precision="bf16", device="cpu")
-    assert memory.loss == 8 * 1024 * 50_000 * 10
-    assert memory.working_set == 8 * shape.root_parameters
+    assert memory.loss == 8 * 1024 * (50_000 * 12 + 2 * 64 * 2)
+    chunked = estimate(
+        shape, partition_size=1, micro_batch=8, sequence=1024, precision="bf16", device="cpu", loss_chunk=512
+    )
+    assert chunked.loss == 512 * 50_000 * 12 + 8 * 1024 * 2 * 64 * 2
+    assert chunked.working_set - memory.working_set == 2 * 50_000 * 64  # the head's gradient grows chunk by chunk
+    assert memory.working_set == 2 * shape.root_parameters
 
 
 @given(shape=shapes, precision=precisions, device=devices, p=st.integers(1, 512), micro_batch=st.integers(1, 16))
@@ -142,18 +208,66 @@ def test_memory_falls_with_p_and_grows_with_the_micro_batch(
 
     here = total(p, micro_batch)
     assert total(2 * p, micro_batch) < here
-    assert total(p, micro_batch + 1) > here
+    assert total(p, micro_batch + 1) >= here  # equal where the root's own gradients are the peak
 
 
 @given(shape=shapes, precision=precisions, p=st.integers(1, 512), micro_batch=st.integers(1, 16))
-def test_a_gpu_costs_a_reserve_and_checkpointing_never_costs_memory_of_more_than_a_block(
+def test_a_gpu_costs_a_reserve_and_checkpointing_saves_memory(
     shape: ModelShape, precision: Precision, p: int, micro_batch: int
 ) -> None:
-    common = {"partition_size": p, "micro_batch": micro_batch, "sequence": 128, "precision": precision}
-    cpu, gpu = (estimate(shape, **common, device=device) for device in ("cpu", "H100"))  # type: ignore[arg-type]
-    assert gpu.total == pytest.approx(1.06 * cpu.total + 2.5e9)
-    full = estimate(shape, **common, device="cpu", checkpointing="full")  # type: ignore[arg-type]
-    one_block = cpu.activations / shape.layers
-    assert full.total <= cpu.total + one_block
+    def total(device: str, checkpointing: Checkpointing = "none") -> float:
+        return estimate(
+            shape,
+            partition_size=p,
+            micro_batch=micro_batch,
+            sequence=128,
+            precision=precision,
+            device=device,
+            checkpointing=checkpointing,
+        ).total
+
+    assert total("H100") == pytest.approx(1.06 * total("cpu") + 2.5e9)
     if shape.layers > 1:
-        assert full.activations < cpu.activations
+        assert total("cpu", "full") <= total("cpu", "selective") <= total("cpu")
+
+
+@given(shape=shapes, precision=precisions, p=st.sampled_from((2, 4, 8, 64)))
+def test_weights_that_stay_gathered_cost_memory(shape: ModelShape, precision: Precision, p: int) -> None:
+    def total(reshard: Reshard) -> float:
+        return estimate(
+            shape, partition_size=p, micro_batch=1, sequence=128, precision=precision, device="cpu", reshard=reshard
+        ).total
+
+    assert total("step") == total(False)
+    if shape.layers > 2:
+        assert total(True) <= total(False)
+        assert total(True) <= total(2)
+    bytes_of_all = {"fp32": 4, "fp64": 8}.get(precision, 2) * shape.layers * shape.block_parameters
+    assert total(False) <= total(True) + bytes_of_all
+
+
+def test_fp16_is_as_wide_as_bf16() -> None:
+    wide = [
+        estimate(GPT_3M, partition_size=2, micro_batch=4, sequence=128, precision=precision, device="V100")
+        for precision in ("fp16", "bf16")
+    ]
+    assert wide[0] == wide[1]
+
+
+def test_a_block_of_llama_by_hand() -> None:
+    """On a GPU, where RMSNorm is fused: 16 bit, h = 1024, 16 heads and 4 of keys and values, f = 3072."""
+    shape = ModelShape(hidden=1024, layers=2, heads=16, kv_heads=4, ffn=3072, family="llama")
+    tokens = 2048
+    memory = estimate(shape, partition_size=8, micro_batch=2, sequence=1024, precision="bf16", device="H100")
+    kept = 2 * 2 * tokens * (6 * 1024 + 2 * 256 + 4 * 3072 + 2 * 1024 + 256)
+    flowing = 2 * tokens * (1024 + 2 * 3072)
+    gradients, first_gradient = 6 * shape.block_parameters, 2 * 1024 * 3072
+    assert first_gradient + flowing < gradients  # so those of the block count, and what flows does not
+    assert memory.activations == kept
+
+
+def test_the_end_of_a_step_is_the_peak_where_the_vocabulary_is_all_there_is() -> None:
+    shape = ModelShape(hidden=192, layers=1, heads=4, vocabulary=20_000, positions=256)
+    tied = estimate(shape, partition_size=2, micro_batch=1, sequence=16, precision="fp32", device="cpu")
+    assert tied.total / 1e6 == pytest.approx(98.6, rel=0.03)  # measured as above
+    assert tied.activations == tied.loss == 0

@@ -9,10 +9,10 @@ from typing import Any
 
 _MODULES = {
     **dict.fromkeys(("abort", "apply", "boundary", "check_replicas", "clip", "connect", "disconnect"), "mics.sharding"),
-    **dict.fromkeys(("RankGrid",), "mics.topology"),
-    **dict.fromkeys(("rank_grid",), "mics.strategies"),
-    **dict.fromkeys(("prepare_blocks",), "mics.recompute"),
     **dict.fromkeys(("Trial", "hierarchical_pays"), "mics.trial"),
+    "RankGrid": "mics.topology",
+    "prepare_blocks": "mics.recompute",
+    "rank_grid": "mics.strategies",
 }
 __all__ = [*_MODULES, "metrics"]
 

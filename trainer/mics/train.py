@@ -221,9 +221,11 @@ def _say_why(why: str | None, step: int) -> None:
 
 def read_run(path: Path) -> RunConfig:
     try:
-        return RunConfig.read(path)
+        run = RunConfig.read(path)
+        _ = run.grid, run.reshard  # ValueError where these nodes cannot have them
     except (OSError, ValueError) as error:
         raise RunRefusedError(f"{path}: {error}") from error
+    return run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -64,9 +64,8 @@ def remove_old(store: Store, new: str, keep: int, keep_every: int) -> list[str]:
     over it because its content is damaged, or it belongs to another line of the run.
     """
     place = {name: parsed for name in store.folders() if (parsed := parse_name(name))}
-    whole = sorted(
-        (name for name in place if place[name] <= place[new] and is_whole(store, name)), key=place.__getitem__
-    )
+    earlier = sorted((name for name in place if place[name] <= place[new]), key=lambda name: place[name])
+    whole = [name for name in earlier if is_whole(store, name)]
     newest_of = {place[name][0]: name for name in whole}
     gone = set(to_remove(newest_of, keep, keep_every))
     removed = [name for name in whole if place[name][0] in gone or newest_of[place[name][0]] != name]
