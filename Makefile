@@ -1,6 +1,6 @@
 # Two commands do everything, set-up included:   make demo   make test
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint types wheel clean
+.PHONY: help setup demo test test-all soak gpu lint types wheel clean
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
@@ -19,6 +19,12 @@ test: setup ## tests, within 10 minutes on 2 cores
 test-all: test ## the same and the slow suites
 	$(PYTEST) -m slow
 
+soak: setup ## train for 20 minutes while ranks are killed; the loss curve must not show it
+	$(BIN)/python tests/mics/soak.py --minutes 20 --kill-every 120
+
+gpu: setup ## tests on this machine's GPUs; leaves gpu-report.md
+	$(PYTEST) tests/gpu
+
 lint: setup ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -30,4 +36,4 @@ wheel: setup ## dist/*.whl
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:     ## what set-up, tests and demo made, but nothing else
-	rm -rf .venv dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv dist demo gpu-report.md .pytest_cache .mypy_cache .ruff_cache .hypothesis

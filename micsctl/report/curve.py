@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -15,7 +16,7 @@ class Curve:
 
     strategy: str
     steps: tuple[int, ...]
-    losses: tuple[float, ...]
+    losses: tuple[float, ...]  # NaN where a step had none that is finite
     step_seconds: tuple[float, ...]
     traffic_bytes: tuple[float, ...]  # sent per node, mean over nodes
     traffic_formula_bytes: float
@@ -61,7 +62,7 @@ def curve(strategy: str, attempts: Sequence[Iterable[dict[str, Any]]]) -> Curve:
     return Curve(
         strategy=strategy,
         steps=tuple(line["step"] for line in lines),
-        losses=tuple(line["loss"] for line in lines),
+        losses=tuple(math.nan if line["loss"] is None else line["loss"] for line in lines),
         step_seconds=tuple(line["step_seconds"] for line in lines),
         traffic_bytes=tuple(line["traffic_bytes"] for line in lines),
         traffic_formula_bytes=lines[-1]["traffic_formula_bytes"],
@@ -71,9 +72,9 @@ def curve(strategy: str, attempts: Sequence[Iterable[dict[str, Any]]]) -> Curve:
 
 
 def largest_loss_difference(one: Curve, other: Curve) -> float:
-    """Over the steps that both made. Raises ValueError where they share none."""
+    """Over the steps that both made; infinite where one has no finite loss. Raises ValueError where they share none."""
     losses = dict(zip(other.steps, other.losses, strict=True))
     differences = [abs(a - losses[s]) for s, a in zip(one.steps, one.losses, strict=True) if s in losses]
     if not differences:
         raise ValueError("the two runs share no step")
-    return max(differences)
+    return max(math.inf if math.isnan(difference) else difference for difference in differences)

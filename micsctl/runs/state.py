@@ -15,6 +15,9 @@ from micsctl.remote.host import Host
 from micsctl.runs.model import EXIT_WORDS, SAVED_EXIT_CODE, STALLED_EXIT_CODE, Failure, NodeState, Run
 from micsctl.runs.shell import ALIVE
 
+# With these the trainer itself ends a run, and one of its ranks says why on a line that begins with "mics: ".
+_SAYS_WHY = {*EXIT_WORDS, SAVED_EXIT_CODE}
+
 # One line of JSON a run.
 _LIST = (
     ALIVE
@@ -88,7 +91,7 @@ def first_failure(hosts: Sequence[Host], run_id: str) -> Failure | None:
 def _order(failure: Failure) -> tuple[bool, bool, bool, float]:
     code = failure.exit_code
     cause = code < 0 and -code not in (signal.SIGTERM, signal.SIGABRT)
-    silent = code in EXIT_WORDS and not failure.last_lines
+    silent = code in _SAYS_WHY and not failure.last_lines
     return code != STALLED_EXIT_CODE, not cause, silent, failure.at_seconds
 
 
@@ -99,7 +102,7 @@ def _failure(host: Host, run_id: str) -> Failure | None:
         return None
     account = json.loads(text)
     logs = f"{folder}/ranks/*/attempt_0"
-    if account["exit_code"] in (*EXIT_WORDS, SAVED_EXIT_CODE):  # any rank of the node may be the one that says why
+    if account["exit_code"] in _SAYS_WHY:  # any rank of the node may be the one that says why
         question = f"grep -h '^mics: ' {logs}/*/stderr.log 2>/dev/null | sort -u | tail -n 5"
     else:
         question = f"tail -n 20 {logs}/{account['local_rank']}/stderr.log 2>/dev/null"

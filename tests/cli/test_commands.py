@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mics.config import RunConfig, TrainConfig
+from mics.config import ProfileConfig, RunConfig, TrainConfig
 
 from micsctl.cli import app, clusters, demo, runs
 from micsctl.cli.options import Options, with_flags
@@ -191,3 +191,29 @@ def test_the_demo_asks_for_all_that_is_missing_at_once(tmp_path: Path, monkeypat
 )
 def test_hints_mean_the_same_cluster(options: Options, hint: str, expected: str) -> None:
     assert with_flags(hint, options) == expected
+
+
+def test_launch_sends_the_users_model_along_and_records_the_steps_that_flags_name(
+    hosts: list[FakeHost], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`own.py` lies beside mics.yaml, which is found from a folder below."""
+    (tmp_path / "own.py").touch()
+    (tmp_path / "mics.yaml").write_text("train: {model: 'own:make', partition: 2, micro_batch: 1}\n")
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    seen: dict[str, Any] = {}
+
+    def prepare(train: TrainConfig, *_: object, **__: object) -> RunConfig:
+        seen["train"] = train
+        return RUN.config
+
+    monkeypatch.setattr(Session, "discover", lambda *_: None)
+    monkeypatch.setattr(Session, "findings", lambda *_: ())
+    monkeypatch.setattr("micsctl.runs.prepare.prepare", prepare)
+    monkeypatch.setattr("micsctl.runs.launch.start", lambda *_, **named: seen.update(named))
+    assert typed(monkeypatch, "launch", "--detach", "--profile-steps", "5:3", "--profile-memory") == 0
+    assert RUN.run_id in capsys.readouterr().out
+    assert seen["own_code"] == tmp_path / "own.py"
+    assert seen["train"].profile == ProfileConfig(5, 3, memory=True)
+    assert typed(monkeypatch, "launch", "--profile-steps", "soon") == 2
+    assert "--profile-steps 10:3" in capsys.readouterr().err

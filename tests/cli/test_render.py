@@ -125,3 +125,13 @@ def test_the_bar_says_that_it_waits_and_that_it_ends(
     assert shown.err.endswith("step 0/1  waiting for the first step")  # drawn again below the line
     view.metrics({"step": 1, "step_seconds": 2.0})
     assert "step 1/1  ending" in capsys.readouterr().err
+
+
+def test_the_bar_keeps_the_last_validation_loss_and_counts_skipped_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    view = RunView(Render(), 9)
+    view.metrics({"step": 1, "step_seconds": 2.0, "skipped": True, "validation_loss": 3.25})
+    view.metrics({"step": 2, "step_seconds": 2.0, "skipped": False})
+    assert capsys.readouterr().err.endswith("step 2/9  14 s left  validation loss 3.2500  1 skipped")

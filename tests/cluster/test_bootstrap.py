@@ -210,6 +210,35 @@ def test_a_python_without_the_right_torch_is_passed_over(node: Node) -> None:
     assert node.file("bootstrap.log").read_text().count("torch==2.13.0 numpy") == 5
 
 
+def own_python(node: Node, pip: str) -> Path:
+    """An own virtual environment that is there already, with torch and without boto3; `pip` is what its pip does."""
+    node.environment["MICSCTL_PYTHON"] = "/nonexistent"
+    folder = node.file("venv/bin")
+    folder.mkdir(parents=True)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\ncase "$1" in -) exit 0;; -c) exit 1;; -m) echo "$@" >>"$HOME/pip"; {pip};; esac\n')
+    python.chmod(0o755)
+    return python
+
+
+@pytest.mark.parametrize(("pip", "said"), [("true", 0), ("exit 1", 1)])
+def test_s3_is_provided_and_a_node_without_it_goes_on(node: Node, pip: str, said: int) -> None:
+    python = own_python(node, pip)
+    node.bootstrap()
+    assert node.file("ready").read_text() == "ok\n"
+    assert str(python).split("/")[-4] in node.file("python").read_text()
+    assert "boto3 smart_open" in (node.home / "pip").read_text()
+    assert node.file("bootstrap.log").read_text().count("s3:// will be refused") == said
+
+
+def test_nothing_is_installed_into_a_python_of_somebody_elses_machine(node: Node) -> None:
+    python = own_python(node, "true")
+    node.environment["MICSCTL_PYTHON"] = str(python)
+    node.bootstrap()
+    assert node.file("ready").read_text() == "ok\n"
+    assert not (node.home / "pip").exists()
+
+
 def test_the_text_is_small_valid_and_complete() -> None:
     script = render_bootstrap(cluster="demo", ssh_user="ubuntu", ends_at=LATER)
     assert len(script.encode()) < USER_DATA_LIMIT_BYTES // 2

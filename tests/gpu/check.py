@@ -66,9 +66,7 @@ def train(folder: Path, machines: Machines, settings: TrainConfig) -> Outcome:
     port = 29400 + os.getpid() % 500
     nodes = [
         subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", f"--nnodes={machines.nodes}", f"--node-rank={node}"]
-            + [f"--nproc-per-node={machines.devices_per_node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
-            + ["-m", "mics.train", "--config", str(folder / "run.json")],
+            _torchrun(node, machines, port, folder / "run.json"),
             env={**os.environ, **_devices_of(node, machines), "OMP_NUM_THREADS": "1"},
             stdout=(folder / f"node-{node}.log").open("w"),
             stderr=subprocess.STDOUT,
@@ -85,6 +83,12 @@ def train(folder: Path, machines: Machines, settings: TrainConfig) -> Outcome:
         raise AssertionError("\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("node-*.log"))))
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return Outcome(made, tuple(json.loads(line) for line in lines))
+
+
+def _torchrun(node, machines, port, run):
+    shape = [f"--nnodes={machines.nodes}", f"--node-rank={node}", f"--nproc-per-node={machines.devices_per_node}"]
+    place = ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    return [sys.executable, "-m", "torch.distributed.run", *shape, *place, "-m", "mics.train", "--config", str(run)]
 
 
 def _devices_of(node, machines):

@@ -89,17 +89,33 @@ def losses(folder: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records}
 
 
-def wait_for_step(process: subprocess.Popen[str], folder: Path, beyond: int, deadline: float) -> None:
-    """Until a step after `beyond` is written; a job that ends before has failed."""
-    while max(losses(folder), default=0) <= beyond:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"the job made no step after {beyond}:\n{(folder / 'output.txt').read_text()[-4000:]}")
-        time.sleep(0.2)
-
-
 def whole_steps(folder: Path) -> list[int]:
     paths = (folder / "checkpoints" / "soak").glob("step-*/complete.json")
-    return sorted(json.loads(path.read_text())["step"] for path in paths)
+    return sorted(json.loads(path.read_text())["progress"]["step"] for path in paths)
+
+
+def file_number(folder: Path) -> int:
+    """The metrics file's inode: a job that starts replaces the file."""
+    path = folder / "metrics.jsonl"
+    return path.stat().st_ino if path.exists() else 0
+
+
+def started(folder: Path, deadline_seconds: float) -> subprocess.Popen[str]:
+    """A job that has made a step of its own; one that ends before has failed."""
+    before, done = file_number(folder), max(whole_steps(folder), default=0)
+    process, deadline = start(folder, deadline_seconds), time.monotonic() + START_LIMIT_SECONDS
+    while file_number(folder) == before or max(losses(folder), default=0) <= done:
+        if process.poll() is not None or time.monotonic() > deadline:
+            end(process)
+            raise SystemExit(f"the job made no step after {done}:\n{(folder / 'output.txt').read_text()[-4000:]}")
+        time.sleep(0.2)
+    return process
+
+
+def unfinished(folder: Path) -> bool:
+    """Whether a save has no completion mark."""
+    saves = (folder / "checkpoints" / "soak").glob("step-*")
+    return not all((save / "complete.json").exists() for save in saves)
 
 
 def disturbed(folder: Path, *, seconds: float, kill_every_seconds: float, seed: int) -> tuple[int, int]:
@@ -107,10 +123,8 @@ def disturbed(folder: Path, *, seconds: float, kill_every_seconds: float, seed: 
     (folder / "run.json").write_text(run_of(folder, steps=1_000_000).to_json())
     dice, kills, interrupted, over = random.Random(seed), 0, 0, time.monotonic() + seconds
     while True:
-        done = max(losses(folder), default=0) if kills == 0 else max(whole_steps(folder), default=0)
-        process = start(folder, seconds + START_LIMIT_SECONDS)
+        process = started(folder, seconds + START_LIMIT_SECONDS)
         try:
-            wait_for_step(process, folder, done, time.monotonic() + START_LIMIT_SECONDS)
             life = min(dice.uniform(0.5, 1.0) * kill_every_seconds, max(1.0, over - time.monotonic()))
             time.sleep(life)
             if time.monotonic() >= over:
@@ -120,7 +134,7 @@ def disturbed(folder: Path, *, seconds: float, kill_every_seconds: float, seed: 
             os.kill(dice.choice(ranks_of(process)), signal.SIGKILL)
             process.wait(START_LIMIT_SECONDS)
             kills += 1
-            interrupted += any((folder / "checkpoints" / "soak").glob("*.partial"))
+            interrupted += unfinished(folder)
             print(f"kill {kills}: at step {max(losses(folder))}, newest whole checkpoint {whole_steps(folder)[-1:]}")
         finally:
             end(process)
@@ -128,9 +142,8 @@ def disturbed(folder: Path, *, seconds: float, kill_every_seconds: float, seed: 
 
 def undisturbed(folder: Path, steps: int, limit_seconds: float) -> None:
     (folder / "run.json").write_text(run_of(folder, steps=1_000_000).to_json())
-    process = start(folder, limit_seconds)
+    process = started(folder, limit_seconds)
     try:
-        wait_for_step(process, folder, 0, time.monotonic() + START_LIMIT_SECONDS)
         over = time.monotonic() + limit_seconds
         while max(losses(folder)) < steps and process.poll() is None and time.monotonic() < over:
             time.sleep(0.2)
@@ -158,9 +171,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments and of the ranks (default 0)")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mics-soak-") as folder:
-        result = soak(
-            Path(folder), seconds=asked.minutes * 60, kill_every_seconds=asked.kill_every, seed=asked.seed
-        )
+        result = soak(Path(folder), seconds=asked.minutes * 60, kill_every_seconds=asked.kill_every, seed=asked.seed)
     print(
         f"{result.kills} kills ({result.saves_interrupted} in a save), {result.steps} steps; "
         f"losses differ by {result.largest_difference:.1e} at most"

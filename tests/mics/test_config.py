@@ -111,9 +111,9 @@ def test_a_value_that_cannot_be_is_refused(changes: dict[str, Any], message: str
 
 
 def test_a_checkpoint_needs_an_absolute_path_and_a_period() -> None:
-    with pytest.raises(ValueError, match="must be an absolute folder or s3://bucket/prefix, got .a."):
+    with pytest.raises(ValueError, match="must be an absolute folder or s3://bucket/prefix"):
         CheckpointConfig(path="a")
-    with pytest.raises(ValueError, match="every must be 0 or more, got -1"):
+    with pytest.raises(ValueError, match="every must be at least 0, got -1"):
         CheckpointConfig(every=-1)
 
 

@@ -56,6 +56,11 @@ def test_a_torn_last_line_is_left_out_and_a_torn_middle_is_an_error() -> None:
         parse_metrics("{\n" + json.dumps(line(1)))
 
 
+def test_a_step_without_a_finite_loss_agrees_with_nothing() -> None:
+    broken = curve("mics", [[line(1), line(2, loss=None), line(3)]])
+    assert largest_loss_difference(broken, run()) == largest_loss_difference(broken, broken) == float("inf")
+
+
 def test_no_step_is_an_error() -> None:
     with pytest.raises(ValueError, match="no step"):
         curve("mics", [[]])

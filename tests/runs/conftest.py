@@ -7,9 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from micsctl.topology.model import Device, NodeFacts, Topology
 class LocalHost:
     index: int
     home: Path
+    login: Mapping[str, str] = field(default_factory=dict)  # variables of the node's login environment, besides
 
     @property
     def name(self) -> str:
@@ -30,6 +31,7 @@ class LocalHost:
 
     def _popen(self, command: str) -> subprocess.Popen[str]:
         environment = {"HOME": str(self.home), "PWD": str(self.home), "PATH": os.environ["PATH"]}  # as after a login
+        environment |= self.login
         pipe = subprocess.PIPE
         return subprocess.Popen(
             ["bash", "-c", command], cwd=self.home, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,17 +19,20 @@ from mics.config import RunConfig, TrainConfig
 
 from micsctl import resources
 from micsctl.errors import JobError, MicsctlError, UsageError
+from micsctl.planner.machines import machines_from
+from micsctl.planner.plan import plan
 from micsctl.runs import code
 from micsctl.runs.environment import environment
 from micsctl.runs.follow import follow, how_it_ended
 from micsctl.runs.launch import configure, start, start_script
 from micsctl.runs.logs import rank_log
 from micsctl.runs.model import Failure, Run, Status, checked_run_id, new_run_id
+from micsctl.runs.prepare import trial_seconds
 from micsctl.runs.state import first_failure, list_runs
 from micsctl.runs.stop import stop
-from micsctl.topology.model import Topology
+from micsctl.topology.model import Device, Topology
 
-from .conftest import processes_with
+from .conftest import LocalHost, processes_with
 
 RESOLVED: dict[str, Any] = {
     "partition": 2,
@@ -52,9 +56,8 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
     def put(body: str) -> None:
         package = tmp_path / "code" / "mics"
-        package.mkdir(parents=True, exist_ok=True)
-        for name in ("__init__.py", "node.py"):
-            (package / name).write_text((resources.trainer() / name).read_text())
+        if not package.exists():
+            shutil.copytree(resources.trainer(), package, ignore=shutil.ignore_patterns("__pycache__"))
         prelude = "import json, os, sys, time, signal\n"
         prelude += "rank, folder = int(os.environ['RANK']), os.path.dirname(sys.argv[2])\n"
         (package / "train.py").write_text(prelude + body)
@@ -242,17 +245,15 @@ def test_the_hash_sees_names_and_contents(tmp_path: Path) -> None:
 
 
 def test_start_script_is_valid_shell(topology: Topology) -> None:
-    script = start_script(config_of(topology), topology, 1, port=29500, code_hash="abc")
+    script = start_script(config_of(topology), topology, 1, port=29500, code_hashes=("abc", "def"))
     assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=10).returncode == 0
+    assert 'PYTHONPATH="$HOME/.micsctl/code/abc:$HOME/.micsctl/code/def"' in script  # the trainer's own comes first
     assert "--node-rank=1 " in script
     assert "--master-addr=127.0.0.1 " in script
     assert "--local-addr=127.0.0.2 " in script
 
 
 def test_traffic_is_read_at_the_interface_only_where_every_node_has_its_own(topology: Topology) -> None:
-    from micsctl.planner.machines import machines_from
-    from micsctl.planner.plan import plan
-
     chosen = plan(TrainConfig(), machines_from(topology))
     assert configure(chosen, topology, "0101-000000-mics-aaaa").interface is None
     apart = Topology(tuple(replace(node, interface="eth0") for node in topology.nodes))
@@ -265,6 +266,102 @@ def test_environment_sets_no_efa_switches(topology: Topology) -> None:
     assert not [key for key in environment(gpu) if key.startswith(("FI_", "NCCL_PROTO", "NCCL_ALGO", "RDMAV"))]
     assert environment(replace(gpu, nvlinks=()))["NCCL_SOCKET_IFNAME"] == "ens32"  # its driver gives no table of links
     assert environment(topology.nodes[0])["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_ranks_have_the_users_model_and_the_environment_of_their_node(
+    hosts: Hosts, topology: Topology, trainer: Callable[[str], None], tmp_path: Path
+) -> None:
+    package = tmp_path / "beside" / "my_models"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "tiny.py").write_text(
+        "from pathlib import Path\nWIDTH = Path(__file__).with_name('width').read_text()\n"
+    )
+    (package / "width").write_text("64")
+    names = ("AWS_ENDPOINT_URL", "AWS_EC2_METADATA_SERVICE_ENDPOINT", "MICS_SHARED")
+    logins = [LocalHost(host.index, host.home, {name: f"{name} {host.index}" for name in names}) for host in hosts]
+    trainer(
+        "from my_models.tiny import WIDTH\n"
+        "names = [n for n in os.environ if n.startswith(('AWS_', 'MICS_SHARED', 'TORCH_'))]\n"
+        "seen = {name: os.environ[name] for name in names} | {'width': WIDTH, 'nccl': os.path.isdir('nccl')}\n"
+        "open(folder + f'/seen{rank}', 'w').write(json.dumps(seen))\n"
+    )
+    config = config_of(topology)
+    start(logins, topology, config, own_code=package)
+    follow(logins, config.run_id, Seen(), poll_seconds=0.2)
+    for rank in range(4):
+        host, folder = logins[rank // 2], logins[rank // 2].home / f".micsctl/runs/{config.run_id}"
+        seen = json.loads((folder / f"seen{rank}").read_text())
+        assert {name: seen[name] for name in names} == dict(host.login)
+        assert (seen["width"], seen["nccl"]) == ("64", True)
+        assert seen["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+        assert seen["TORCH_FR_DUMP_TEMP_FILE"] == seen["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] == f"{folder}/nccl/rank"
+        assert int(seen["TORCH_FR_BUFFER_SIZE"]) > 0
+
+
+def test_the_users_model_lies_beside_the_file_or_on_the_nodes(tmp_path: Path) -> None:
+    def found(model: str) -> Path | None:
+        return code.own_code(TrainConfig(model=model), tmp_path)
+
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "module.py").write_text("")
+    assert found("folder.models.gpt:build") == tmp_path / "folder"
+    assert found("module:build") == tmp_path / "module.py"
+    for model in ("installed.models:build", "gpt-3m", "hf:folder", "hf:module"):
+        assert found(model) is None
+    large = tmp_path / "folder" / "data.bin"
+    with large.open("wb") as file:
+        file.truncate(65 << 20)
+    with pytest.raises(UsageError, match="too large"):
+        found("folder.models.gpt:build")
+
+
+def test_a_module_of_one_file_is_shipped_under_its_name(hosts: Hosts, tmp_path: Path) -> None:
+    module = tmp_path / "my_model.py"
+    module.write_text("x = 1\n")
+    name = code.content_hash(module)
+    code.ship(hosts[0], module, name)
+    assert (hosts[0].home / f".micsctl/code/{name}/my_model.py").read_text() == "x = 1\n"
+    module.write_text("x = 2\n")
+    assert code.content_hash(module) != name
+
+
+def test_what_is_left_out_on_the_way_does_not_change_the_hash(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("1")
+    before = code.content_hash(tmp_path)
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__/a.cpython-311.pyc").write_bytes(b"x")
+    assert code.content_hash(tmp_path) == before
+
+
+def test_run_json_names_the_nodes_by_their_index(topology: Topology) -> None:
+    chosen = plan(TrainConfig(), machines_from(topology))
+    other_way_round = Topology(topology.nodes[::-1])
+    config = configure(chosen, other_way_round, "0101-000000-mics-aaaa")
+    assert (config.node_order, config.node_names) == ((1, 0), ("i-0", "i-1"))
+    gap = Topology((replace(topology.nodes[0], index=2), topology.nodes[1]))
+    assert configure(chosen, gap, "0101-000000-mics-aaaa").node_names == ("", "i-1", "i-0")
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "seconds"),
+    [
+        ("NVIDIA A100", {"partition": 4}, 60.0),
+        ("CPU process", {"partition": 4}, 0.0),  # seconds on emulated links say nothing
+        ("NVIDIA A100", {"partition": 4, "hierarchical": True}, 0.0),  # somebody has decided
+        ("NVIDIA A100", {"partition": 2}, 0.0),
+        ("NVIDIA A100", {"strategy": "zero3"}, 0.0),
+    ],
+)
+def test_hierarchical_is_tried_first_where_nobody_has_decided(
+    topology: Topology, device: str, changes: dict[str, Any], seconds: float
+) -> None:
+    devices = tuple(Device(i, device, 40 << 30, None) for i in range(2))
+    there = Topology(tuple(replace(node, devices=devices) for node in topology.nodes))
+    asked = TrainConfig(**changes)
+    assert trial_seconds(asked, plan(asked, machines_from(there))) == seconds
 
 
 def failure(**changes: Any) -> str:

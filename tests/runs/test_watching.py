@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import threading
@@ -10,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mics.config import RunConfig, TrainConfig
+from mics.config import CheckpointConfig, ProfileConfig, RunConfig, TrainConfig
+from mics.strategies import STRATEGIES
 
 from micsctl.errors import JobError, MicsctlError, UsageError
 from micsctl.remote.host import HostError
+from micsctl.report.runs import summary, table
 from micsctl.runs.follow import follow
 from micsctl.runs.logs import rank_log
-from micsctl.runs.model import Run, Status
-from micsctl.runs.prepare import prepare
-from micsctl.runs.state import list_runs
+from micsctl.runs.model import NodeState, Run, Status
+from micsctl.runs.prepare import prepare, with_profile
+from micsctl.runs.shared import is_shared, require_shared
+from micsctl.runs.state import first_failure, list_runs
 from micsctl.topology.model import Topology
 
 from .conftest import LocalHost
@@ -32,6 +36,7 @@ RESOLVED: dict[str, Any] = {
     "checkpointing": "none",
     "reshard_after_forward": True,
 }
+NO_CHECKPOINTS = CheckpointConfig(every=0)
 RUN_ID = "0101-000000-mics-aaaa"
 FOLDER = f".micsctl/runs/{RUN_ID}"
 TRAIN = TrainConfig(**RESOLVED, steps=3)
@@ -165,19 +170,143 @@ def test_a_run_of_another_version_is_explained(run: Hosts) -> None:
 
 def test_every_comparison_is_one_flag(hosts: Hosts, topology: Topology) -> None:
     """What the file says of p and of hierarchy must not stand in the way of a strategy that fixes them."""
-    train = TrainConfig(partition=4, hierarchical=True)
+    train = TrainConfig(partition=4, hierarchical=True, reshard_after_forward=2, checkpoint=NO_CHECKPOINTS)
     roomy = Topology(tuple(replace(node, devices=_roomy(node.devices)) for node in topology.nodes))
-    chosen = {s: prepare(train, roomy, hosts, strategy=s).train for s in ("mics", "mics-flat", "zero3", "ddp")}
-    assert {s: (t.partition, t.hierarchical) for s, t in chosen.items()} == {
-        "mics": (4, True), "mics-flat": (4, False), "zero3": (4, False), "ddp": (1, False),
+    chosen = {s: prepare(train, roomy, hosts, strategy=s).train for s in STRATEGIES}
+    assert {s: (t.partition, t.hierarchical, t.reshard_after_forward) for s, t in chosen.items()} == {
+        "mics": (4, True, 2), "mics-flat": (4, False, 2), "zero3": (4, False, 2), "zero2": (4, False, False),
+        "ddp": (1, False, True),
     }  # fmt: skip
 
 
 def test_a_resumed_run_goes_on_from_the_folder_of_the_earlier_one(run: Hosts, topology: Topology) -> None:
-    resumed = prepare(TrainConfig(), topology, run, resume=RUN_ID)
+    resumed = prepare(TrainConfig(checkpoint=NO_CHECKPOINTS), topology, run, resume=RUN_ID)
     assert resumed.resume_from == CONFIG.checkpoint_folder
     assert resumed.run_id != RUN_ID
 
 
 def _roomy(devices: Any) -> Any:
     return tuple(replace(device, memory_bytes=8 << 30) for device in devices)
+
+
+@pytest.mark.parametrize(
+    ("steps", "memory", "expected"),
+    [
+        (None, False, ProfileConfig()),
+        ("7", False, ProfileConfig(7, 2)),
+        ("7:5", True, ProfileConfig(7, 5, memory=True)),
+    ],
+)
+def test_a_window_of_steps_is_one_flag(steps: str | None, memory: bool, expected: ProfileConfig) -> None:
+    assert with_profile(TrainConfig(), steps=steps, memory=memory).profile == expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "memory"), [("x", False), ("0", False), ("3:0", False), ("3:", False), ("99", False), (None, True)]
+)
+def test_a_window_that_makes_no_sense_is_usage(steps: str | None, memory: bool) -> None:
+    with pytest.raises(UsageError):
+        with_profile(TrainConfig(), steps=steps, memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("type", "shared"),
+    [
+        *((name, True) for name in ("mounted", "lustre", "nfs", "nfs4", "fuse.glusterfs", "beegfs", "gpfs", "ceph")),
+        *((name, False) for name in ("ext4", "xfs", "overlay", "tmpfs", "btrfs", "fuseblk", "fuse.fuse-overlayfs", "")),
+    ],
+)
+def test_which_file_systems_machines_share(type: str, shared: bool) -> None:
+    assert is_shared(type) == shared
+
+
+def test_checkpoints_that_would_end_with_the_nodes_are_refused(hosts: Hosts, topology: Topology) -> None:
+    """No such folder is there yet: its file system is that of the nearest one above it."""
+    with pytest.raises(UsageError, match="lost with the nodes") as raised:
+        prepare(TrainConfig(checkpoint=CheckpointConfig("/home/ubuntu/a/b c/d", every=5)), topology, hosts)
+    assert raised.value.exit_code == 2
+    for host in hosts:
+        assert f"{host.name}: /home/ubuntu/a/b c/d is on its own disk (" in raised.value.why
+    assert "disk ()" not in raised.value.why
+    assert "s3://" in raised.value.next
+
+
+def test_what_outlives_the_nodes_is_let_pass(hosts: Hosts, topology: Topology) -> None:
+    require_shared([], "s3://bucket/a")
+    require_shared(hosts, "s3://bucket/a")
+    emulated = [LocalHost(host.index, host.home, {"MICS_SHARED": "/anywhere"}) for host in hosts]
+    assert prepare(TrainConfig(), topology, emulated).train.checkpoint.path == "/fsx/checkpoints"
+    with pytest.raises(UsageError):
+        require_shared(emulated, "/var/checkpoints")
+
+
+FAILED = {"rank": 3, "local_rank": 1, "at_seconds": 9, "pid": 1}
+LOG = f"{FOLDER}/ranks/x/attempt_0"
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "words", "next"),
+    [
+        (2, UsageError, "was refused by the trainer", "edit mics.yaml"),
+        (73, JobError, "has ended: checkpoints cannot be written", "--resume"),
+        (75, JobError, "was stopped and saved a checkpoint", "--resume"),
+        (76, JobError, "has ended: too many steps without a finite gradient", "--resume"),
+    ],
+)
+def test_how_the_trainer_ended_a_run_is_said_in_words(
+    run: Hosts, code: int, error: type[MicsctlError], words: str, next: str
+) -> None:
+    """The rank that torchrun saw first was silent; the one that says why is another, on another node even."""
+    for host in run:
+        host.write(f"{FOLDER}/exit", f"{code}\n")
+        host.write(f"{FOLDER}/failure.json", json.dumps(FAILED | {"exit_code": code, "at_seconds": 9 - host.index}))
+    run[0].write(f"{LOG}/0/stderr.log", "a warning of torch\nmics: this is why\n[rank0] noise\n")
+    with pytest.raises(error, match=words) as raised:
+        follow(run, RUN_ID, Watcher(), poll_seconds=0.1)
+    assert raised.value.why == "mics: this is why"
+    assert next in raised.value.next
+
+
+def test_after_a_stall_the_one_who_was_waited_for_is_named(run: Hosts) -> None:
+    """He is killed in the end, on another node: that kill is not the cause."""
+    line = "stalled for 600 s in step 7: rank 1, i-0 is silent"
+    run[0].write(f"{FOLDER}/failure.json", json.dumps(FAILED | {"rank": 1, "exit_code": -9, "at_seconds": 5}))
+    run[1].write(f"{FOLDER}/failure.json", json.dumps(FAILED | {"exit_code": 74, "stall": line}))
+    for host, code in zip(run, (137, 74), strict=True):
+        host.write(f"{FOLDER}/exit", f"{code}\n")
+    with pytest.raises(JobError, match="a rank stood still") as raised:
+        follow(run, RUN_ID, Watcher(), poll_seconds=0.1)
+    assert raised.value.why == line
+    assert f"{RUN_ID}/stall/rank-" in raised.value.next
+    [found] = list_runs(run)
+    assert (found.status, found.why) == (Status.FAILED, "a rank stood still")
+    failure = first_failure(run, RUN_ID)
+    assert failure
+    assert failure.rank == 3
+
+
+@pytest.mark.parametrize(
+    ("codes", "status", "why"),
+    [
+        ((0, 0), Status.DONE, ""),
+        ((75, 75), Status.STOPPED, "with a checkpoint"),
+        ((143, 143), Status.STOPPED, "before it could save"),
+        ((76, 76), Status.FAILED, "too many steps without a finite gradient"),
+        ((137, 1), Status.FAILED, "killed by SIGKILL"),
+        ((1, 1), Status.FAILED, "exit code 1"),
+        ((None, None), Status.LOST, "the machines or the launchers were killed"),
+    ],
+)
+def test_why_a_run_has_ended(codes: tuple[int | None, int | None], status: Status, why: str) -> None:
+    nodes = tuple(NodeState(index, False, code) for index, code in enumerate(codes))
+    run = Run(RUN_ID, CONFIG, nodes, 1, 2.0)
+    assert (run.status, run.why) == (status, why)
+    assert summary(run)["why"] == why
+    assert table([run]).rows[0][1] == (f"{status.value}, {why}" if why else status.value)
+
+
+def test_a_loss_that_is_no_number_is_listed_without_one(run: Hosts) -> None:
+    run[0].write(f"{FOLDER}/metrics.jsonl", '{"step": 4, "loss": null, "skipped": true, "skipped_in_row": 3}\n')
+    [found] = list_runs(run)
+    assert (found.last_step, found.last_loss, found.skipped_in_row) == (4, None, 3)
+    assert table([found]).rows[0][-1] == "-"

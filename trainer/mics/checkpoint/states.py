@@ -55,7 +55,7 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"the model keeps {name} as {type(tensor).__name__}; only tensors can be saved")
-        found.setdefault(id(tensor), (name.replace("_orig_mod.", ""), tensor))  # torch.compile's wrapper
+        found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())
 
 
