@@ -3,6 +3,8 @@
 .PHONY: help setup demo test test-all soak gpu lint types wheel clean
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
+# Two test files at a time: many tests wait for processes, and more would not fit on 2 cores.
+PAIR := -n 2 --dist loadfile
 
 help:      ## these targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## ?/\t/' | expand -t 12
@@ -14,7 +16,7 @@ demo: setup ## the whole job on this machine, in a sandbox
 	@$(BIN)/micsctl demo
 
 test: setup ## tests, within 10 minutes on 2 cores
-	$(PYTEST) -m "not slow"
+	$(PYTEST) $(PAIR) -m "not slow"
 
 test-all: test ## the same and the slow suites
 	$(PYTEST) -m slow

@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from mics.config import TrainConfig
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
@@ -84,6 +94,21 @@ class Spec(_Strict):
     cluster: ClusterSpec = ClusterSpec()
     sandbox: SandboxSpec = SandboxSpec()
     train: TrainConfig = TrainConfig()
+
+    @field_validator("train")
+    @classmethod
+    def _nodes_may_use_s3(cls, train: TrainConfig, info: ValidationInfo) -> TrainConfig:
+        """No key is ever put on a node: it reaches S3 by the role of its instance profile, or not at all."""
+        used = {
+            "checkpoint.path": [train.checkpoint.path] if train.checkpoint.every else [],
+            "data": train.data,
+            "validation.data": train.validation.data,
+        }
+        cluster = info.data.get("cluster")
+        for key, names in used.items():
+            if cluster and not cluster.instance_profile and any(name.startswith("s3://") for name in names):
+                raise ValueError(f"{key} is in S3, so cluster.instance_profile must name a role that may use it")
+        return train
 
 
 def find_file(start: Path) -> Path | None:

@@ -100,6 +100,7 @@ specs = st.builds(
         ttl=st.integers(1, 365 * 86400).map(lambda seconds: timedelta(seconds=seconds)),
         subnet=st.none() | words,
         image=st.none() | words,
+        instance_profile=st.just("nodes"),  # checkpoints may lie in S3
     ),
     sandbox=st.builds(
         SandboxSpec,
@@ -178,6 +179,12 @@ def test_a_model_may_be_a_shape() -> None:
         ("name: a\ntrain:\n  lr: abc\n", 3, ("train.lr", 'got "abc"')),
         ("train:\n  checkpoint:\n    pth: /x", 3, ("unknown key 'train.checkpoint.pth'", "'path'")),
         ("train:\n  checkpoint: {path: x}", 2, ("checkpoint.path must be an absolute folder or s3://", "'x'")),
+        (
+            "name: a\ntrain:\n  steps: 1\n  checkpoint: {path: 's3://bucket/a'}",
+            4,
+            ("checkpoint.path is in S3, so cluster.instance_profile must name a role",),
+        ),
+        ("train:\n  data: [stdlib, 's3://bucket/a']", 2, ("data is in S3, so cluster.instance_profile",)),
         ("train:\n  checkpoint: {path: 's3://'}", 2, ("checkpoint.path must be an absolute folder",)),
         ("train:\n  checkpoint:\n    keep: 2\n    every: -1", 4, ("train.checkpoint: checkpoint.every must be",)),
         ("train:\n  seed: 1\n  lr: 0", 3, ("train: lr must be positive and finite, got 0",)),
