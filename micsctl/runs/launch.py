@@ -35,7 +35,8 @@ def configure(
     trial_seconds  how long hierarchical and flat collectives may be compared at the start
     resume_from    folder with the checkpoints to go on from
     """
-    shared_loopback = any(node.interface == "lo" for node in topology.nodes)
+    # EFA passes the kernel by, and what nodes send to themselves is no traffic: no counter says anything there
+    uncounted = any(node.interface == "lo" or node.efa_devices for node in topology.nodes)
     interfaces = {node.interface for node in topology.nodes}
     names = {node.index: node.instance_id for node in topology.nodes}
     return RunConfig(
@@ -47,7 +48,7 @@ def configure(
         node_names=tuple(names.get(index, "") for index in range(max(names) + 1)),
         trial_seconds=trial_seconds,
         # counters can be read where each node has an interface of its own, with one name everywhere
-        interface=None if shared_loopback or len(interfaces) > 1 else interfaces.pop(),
+        interface=None if uncounted or len(interfaces) > 1 else interfaces.pop(),
         resume_from=resume_from,
     )
 

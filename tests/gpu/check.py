@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mics.config import RunConfig, TrainConfig
+from mics.config import CheckpointConfig, RunConfig, TrainConfig
 
 from micsctl.planner.machines import has_bf16
 from micsctl.planner.model import Machines, Plan
@@ -77,12 +77,20 @@ def train(folder: Path, machines: Machines, settings: TrainConfig) -> Outcome:
         codes = [node.wait(LIMIT_SECONDS) for node in nodes]
     finally:
         for node in nodes:
-            node.kill()
-            node.wait()
+            node.terminate()  # and torchrun its ranks, which would keep their GPUs
+        for node in nodes:
+            node.wait(60)
     if any(codes):
         raise AssertionError("\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("node-*.log"))))
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return Outcome(made, tuple(json.loads(line) for line in lines))
+
+
+def train_in_two_halves(folder: Path, machines: Machines, settings: TrainConfig) -> tuple[Outcome, Outcome]:
+    """Stop after half of the steps, with a checkpoint, and go on from it."""
+    settings = replace(settings, checkpoint=CheckpointConfig(path=str(folder / "checkpoints"), every=2))
+    first = train(folder / "first", machines, replace(settings, steps=settings.steps // 2))
+    return first, train(folder / "second", machines, settings)
 
 
 def _torchrun(node, machines, port, run):

@@ -19,6 +19,16 @@ def test_a_run_is_planned_trained_and_reported(check, tmp_path):
     assert "| it | 1 | 2 |" in check.report([("it", 1, 2)], machines)
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_run_goes_on_from_its_checkpoint(check, tmp_path):
+    machines = check.Machines(1, 2, 4 << 30, "cpu", bf16=False)
+    settings = TrainConfig(model="gpt-3m", micro_batch=1, partition=2, **SETTINGS)
+    first, second = check.train_in_two_halves(tmp_path, machines, settings)
+    steps = [[record["step"] for record in outcome.records] for outcome in (first, second)]
+    assert steps == [[1, 2], [3, 4]]
+
+
 def test_a_run_that_fails_shows_its_output(check, tmp_path):
     machines = check.Machines(1, 1, 4 << 30, "cpu", bf16=False)
     settings = TrainConfig(model="gpt-3m", micro_batch=1, partition=1, data=("/nowhere",), **SETTINGS)

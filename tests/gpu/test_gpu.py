@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mics.config import CheckpointConfig, TrainConfig
+from mics.config import CheckpointConfig, ProfileConfig, TrainConfig
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -25,6 +25,21 @@ def test_bf16_trains_like_fp32(check, report, tmp_path):
     report.append(("bf16 against fp32, loss of 40 steps", "within 2 %", f"{apart:.2%}"))
     assert fp32.losses[-1] < 0.8 * fp32.losses[0]
     assert apart < 0.02
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_compiled_run_is_recorded_saved_and_goes_on(precision, check, report, tmp_path):
+    machines = check.machines_here()
+    window = ProfileConfig(first_step=3, steps=1, memory=True)
+    same = {"model": "gpt-17m", "micro_batch": 8, "steps": 20, "strategy": "zero3", "checkpointing": "selective"}
+    first, second = check.train_in_two_halves(
+        tmp_path, machines, settings(precision=precision, compile="inductor", profile=window, **same)
+    )
+    assert [record["step"] for record in second.records] == list(range(11, 21))
+    assert second.losses[-1] < second.losses[0] < first.losses[0]
+    recorded = {path.name for path in (tmp_path / "first" / "profile").iterdir()}
+    assert recorded == {"rank-0.json.gz", "memory-rank-0.pickle"}
+    report.append((f"{precision}, compiled: goes on from its checkpoint", "loss goes on falling", "yes"))
 
 
 @pytest.mark.parametrize("model", ["bert-1.5b", "llama-1b-like"])

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from mics.checkpoint import Identity, Progress, SaveFailedError, Saver, TrainState, check_shared, find_resume, load
+from mics.checkpoint import reading as reading_module
+from mics.checkpoint import resume as resume_module
 from mics.checkpoint.files import StoreReader
 from mics.checkpoint.states import part_of_this_rank, tensors_of
 from mics.checkpoint.stores import DiskStore, open_store
@@ -336,7 +338,7 @@ def test_a_full_disk_is_said_and_the_second_time_in_a_row_ends_the_run(on_four, 
         ]
         last = f"2 checkpoints in a row were not saved, the last: {full.format(5)}"
         assert texts == ["step-1", "step-3", "step-3", last, "step-3"]
-    left = {path.name: (path / "complete.json").exists() for path in folder.iterdir()}
+    left = {path.name: (path / "complete.json").exists() for path in folder.iterdir() if path.is_dir()}
     assert left == {"step-1": True, "step-3": True, "step-5": False}
 
 
@@ -355,6 +357,50 @@ def test_a_run_whose_last_save_fails_does_not_end_well(on_four):
     for text in on_four.results["last"]:
         where = f"{on_four.folder}/last/step-1"
         assert text.startswith(f"the last checkpoint (step 1) was not saved: {where}: rank 0: File too large")
+
+
+def save_twice_at_once(folder):
+    """Two runs on one folder: the one that was started first must not save any more."""
+    state = build("mics", seed=1, steps=1)
+    earlier = saver(folder)
+    first = earlier.save(state, Progress(1, 8))
+    later = saver(folder)
+    refused = earlier.save(state, Progress(2, 16))
+    kept = later.save(state, Progress(2, 16))
+    with pytest.raises(SaveFailedError, match="belongs to a run that was started later"):
+        earlier.save(state, Progress(3, 24))
+    return [outcome.problem for outcome in first + refused + kept], open_store(folder).folders()
+
+
+@pytest.mark.parametrize("kind", ["disk", "s3"])
+def test_of_two_runs_at_once_only_the_one_that_was_started_last_saves(on_four, kind):
+    where = f"{on_four.folder if kind == 'disk' else on_four.bucket}/twice"
+    for results in on_four.results["twice", kind]:
+        assert results == ([None, f"{where} belongs to a run that was started later", None], ["step-1", "step-2"])
+
+
+def unreadable_for_one(folder, state):
+    """What each rank hears where the store fails on rank 2 alone; nobody waits."""
+    checkpoint = save(folder, state, 1)
+    said = []
+    for ask in (lambda: find_resume(folder, None, IDENTITY), lambda: load(checkpoint, state)):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 2:
+                for module in (resume_module, reading_module):
+                    patch.setattr(module, "open_store", refuse)
+            with pytest.raises(RunRefusedError) as error:
+                ask()
+        said.append(str(error.value))
+    return said
+
+
+def refuse(*_):
+    raise RunRefusedError("no credentials")
+
+
+def test_a_store_that_fails_on_one_rank_is_refused_on_all(on_four):
+    for said in on_four.results["unreadable"]:
+        assert said == ["rank 2: no credentials"] * 2
 
 
 def keep_some(folder):
@@ -509,6 +555,9 @@ def on_four_ranks(folder, bucket):
         "meanwhile": train_meanwhile(f"{folder}/meanwhile"),
         **{("full", background): fail_saves(f"{folder}/full {background}", background) for background in (False, True)},
         "last": last_save_fails(f"{folder}/last"),
+        ("twice", "disk"): save_twice_at_once(f"{folder}/twice"),
+        ("twice", "s3"): save_twice_at_once(f"{bucket}/twice"),
+        "unreadable": unreadable_for_one(f"{folder}/unreadable", build("mics", seed=1, steps=1)),
         ("keep", "disk"): keep_some(f"{folder}/keep"),
         ("keep", "s3"): keep_some(f"{bucket}/keep"),
         "resumes": resumes(f"{folder}/resumes"),

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from mics.data import BadTokenError, deal, load_batch, open_corpus, validation_batches
+from mics.data.batches import load_batch, validation_batches
+from mics.data.corpus import BadTokenError, open_corpus
 from mics.data.masking import mask_tokens
-from mics.data.order import windows_of
+from mics.data.order import deal, windows_of
 from mics.models.built import IGNORED
 
 

@@ -1,14 +1,16 @@
 """Files end to end, what a run asks of them, and the part that is held out."""
 
+import errno
 import json
+import os
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mics.data import check_corpus, check_tokens, find_files, open_corpus, split
 from mics.data import corpus as corpus_module
-from mics.data.files import standard_library
+from mics.data.corpus import check_corpus, check_tokens, open_corpus, split
+from mics.data.files import find_files, standard_library
 from mics.data.order import windows_of
 from mics.errors import RunRefusedError
 
@@ -59,6 +61,24 @@ def test_files_and_folders_in_order_hidden_ones_and_indexes_left_out(tmp_path):
 def test_data_below_fsx_is_found_in_the_folder_that_stands_for_it(tmp_path):
     (tmp_path / "corpus.txt").write_text("text")
     assert find_files(["/fsx/corpus.txt"], {"MICS_SHARED": str(tmp_path)}) == (tmp_path / "corpus.txt",)
+
+
+def test_what_may_not_be_read_is_refused_and_not_left_out(tmp_path, monkeypatch):
+    (tmp_path / "shut").mkdir()
+    (tmp_path / "open.txt").write_text("text")
+
+    real = os.scandir
+
+    def scandir(path):  # root may read everything
+        if str(path).endswith("shut"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(RunRefusedError, match=r"train\.data: .*shut cannot be read: Permission denied"):
+        find_files([str(tmp_path)], {})
+    with pytest.raises(RunRefusedError, match="cannot be read: File name too long"):
+        find_files(["/" + "x" * 5000], {})
 
 
 def test_missing_data_is_refused_by_name():

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from mics.data import Feed
+from mics.data.feed import Feed
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from mics.data import open_corpus
+from mics.data.corpus import open_corpus
 from mics.data.index import read_index
 from mics.data.prepare import Recipe, prepare
 from mics.data.progress import duration, progress_line

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 from mics.config import TrainConfig, ValidationConfig
-from mics.data import mask_token_of, open_data
 from mics.data.order import windows_of
+from mics.data.run import mask_token_of, open_data
 from mics.errors import RunRefusedError
 from mics.shapes import ModelShape
 

@@ -67,11 +67,23 @@ def overflowing():
     return norms
 
 
+def rounded_otherwise():
+    """The norm of a rank whose first replica's sum is off by one bit, as another order of additions would make it."""
+    model = model_of("all")
+    apply(model, connect(RankGrid(RANKS, 2, 2)), blocks=[model[0]])
+    loss_of(model, 1).backward()
+    if dist.get_rank() < 2:
+        for parameter in model.parameters():
+            local = parameter.grad.to_local()
+            local.copy_(torch.nextafter(local, local + local.sign()))
+    return clip(model, 1.0).item()
+
+
 SETTINGS = [(0.01, None), (0.01, 1024.0), (1e6, 1024.0)]
 
 
 def everything():
-    return [clipped(*setting) for setting in SETTINGS], overflowing()
+    return [clipped(*setting) for setting in SETTINGS], overflowing(), rounded_otherwise()
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +95,7 @@ def outcome(run_ranks):
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_torch_after_unscaling(setting, kind, outcome):
     norm, gradients = reference(kind, SETTINGS[setting][0])
-    for settings, _ in outcome:
+    for settings, _, _ in outcome:
         for p, hierarchical in CELLS:
             my_norm, mine = settings[setting][p, hierarchical, kind]
             assert my_norm == pytest.approx(norm, rel=1e-6)
@@ -93,5 +105,9 @@ def test_equals_torch_after_unscaling(setting, kind, outcome):
 
 
 def test_a_norm_that_is_not_finite_reaches_every_rank(outcome):
-    for _, norms in outcome:
+    for _, norms, _ in outcome:
         assert not any(torch.tensor(norms).isfinite())
+
+
+def test_all_replicas_scale_by_the_same_bits(outcome):
+    assert len({norm for _, _, norm in outcome}) == 1

@@ -157,6 +157,17 @@ def test_meter_counts_by_the_order_of_the_group(meter):
     assert counts["hop2"].seconds > 0
 
 
+def test_hop2_does_not_count_the_wait_for_the_one_before(meter, monkeypatch):
+    """On CUDA its start is marked on the stream of hop 1, which does not wait for the hop 2 of the block before."""
+    instants = iter([0.0, 5.0, 1.0, 9.0])  # mark, end, mark, end
+    monkeypatch.setattr(meter, "_now", lambda: next(instants))
+    meter._hop2_end = -1.0
+    for _ in range(2):
+        meter.mark()
+        meter.hop2(Group((0, 2), 2), 1000)
+    assert meter.take()["hop2"].seconds == 5.0 + 4.0
+
+
 def test_take_starts_from_zero_and_names_every_stage(meter):
     with meter.ring_pass("gather", Group((0, 2), 0), 8):
         pass

@@ -1,10 +1,13 @@
 """What a block computes twice, and that nothing else about it changes. (Numbers: test_engine_matrix.py.)"""
 
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
-from mics.recompute import prepare_blocks
+from mics.errors import RunRefusedError
+from mics.recompute import check_compiler, prepare_blocks
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -87,6 +90,13 @@ def test_equal_blocks_share_compiled_code(checkpointing):
     loss_of(blocks_of(12, checkpointing=checkpointing, compile="aot_eager")).backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_missing_compiler_is_said_before_the_first_step():
+    check_compiler("aot_eager", {"PATH": "/nowhere"})
+    check_compiler("inductor", {"PATH": str(Path(sys.executable).parent), "CXX": Path(sys.executable).name})
+    with pytest.raises(RunRefusedError, match=r"train.compile: inductor needs a C\+\+ compiler .* no g\+\+"):
+        check_compiler("inductor", {"PATH": "/nowhere"})
 
 
 def test_nothing_asked_nothing_changed():

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mics.board import Board, scalars
 from mics.collectives import STAGES, StageCount
 from mics.config import TrainConfig
-from mics.errors import RunRefusedError
+from mics.errors import RunFolderError, RunRefusedError
 from mics.metrics import (
     Expected,
     InterfaceCounter,
@@ -163,14 +163,17 @@ def test_the_counter_leaves_out_what_a_checkpoint_sends(tmp_path, monkeypatch):
         table.write_text(TABLE.replace("55555555", str(total)))
 
     sent(1000)
-    counter = InterfaceCounter("ens5")
+    counter = InterfaceCounter("ens5", reads=True)
     sent(1500)
     assert counter.take() == 500
     sent(9000)
     counter.restart()
     sent(9070)
     assert counter.take() == 70
-    assert InterfaceCounter(None).take() == 0
+    assert InterfaceCounter("ens5", reads=False).take() == 0
+    nowhere = InterfaceCounter(None, reads=True)
+    nowhere.restart()  # there is no process group: it waits for nobody
+    assert nowhere.take() == 0
 
 
 def test_a_resumed_log_keeps_the_steps_that_do_not_come_again():
@@ -178,6 +181,16 @@ def test_a_resumed_log_keeps_the_steps_that_do_not_come_again():
     assert lines_until(text, 2) == '{"step": 1}\n{"step": 2}\n'
     assert lines_until(text, 9) == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
     assert lines_until(text, 0) == ""
+    assert lines_until('5\nnull\n{}\n{"step": null}\n{"step": 1}\n', 9) == '{"step": 1}\n'
+
+
+def test_a_run_folder_that_cannot_be_written_is_said_in_one_line(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(RunFolderError, match=r"metrics.jsonl cannot be written: Is a directory"):
+        StepLog(tmp_path / "metrics.jsonl", start=0, steps=3)
+    (tmp_path / "binary").write_bytes(b'\xff\xfe\n{"step": 1}\n')
+    StepLog(tmp_path / "binary", start=1, steps=3)
+    assert (tmp_path / "binary").read_text() == '{"step": 1}\n'
 
 
 class Terminal(io.StringIO):

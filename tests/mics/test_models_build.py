@@ -85,7 +85,65 @@ def no_logits():
     model.forward = lambda ids: (ids,)
     return model
 
+def turned():
+    model = Model()
+    model.forward = lambda ids: Model.forward(model, ids).transpose(0, 1)
+    return model
+
+def too_few():
+    model = Model()
+    model.vocabulary = 31
+    return model
+
+def one_block_twice():
+    model = Model(1)
+    model.__dict__["blocks"] = [model.layers[0]] * 2
+    return model
+
+def block_in_block():
+    model = Model()
+    model.__dict__["blocks"] = [*model.layers, model.layers[0].up]
+    return model
+
+def blocks_share():
+    model = Model()
+    model.layers[1].up.weight = model.layers[2].up.weight
+    return model
+
+def block_shares_with_the_rest():
+    model = Model()
+    model.scale = model.layers[1].scale
+    return model
+
+def scalar():
+    model = Model()
+    model.temperature = nn.Parameter(torch.tensor(1.0))
+    return model
+
+def integers():
+    model = Model()
+    model.table = nn.Parameter(torch.ones(2, 2, dtype=torch.int32), requires_grad=False)
+    return model
+
+def frozen(): return Model().requires_grad_(False)
+
+def five_blocks():
+    model = Model()
+    model.__dict__["blocks"] = 5
+    return model
+
+def flops_function():
+    model = Model()
+    model.flops_per_token = lambda: 3.0
+    return model
+
+def no_function():
+    model = Model()
+    model.summed_loss = 3
+    return model
+
 def nothing(): pass
+def leaves(): raise SystemExit(0)
 def breaks(): raise KeyError("two\\nlines")
 number = 3
 """
@@ -187,6 +245,17 @@ def test_a_factory_may_say_more(own):
         ("NoVocabulary", {}, "the number of its token ids is unknown"),
         ("on_meta", {}, "its buffer angles is on the meta device"),
         ("Model", {"loss_chunk": 4}, "train.loss_chunk needs a bundled model"),
+        ("leaves", {}, "raised SystemExit: 0"),
+        ("one_block_twice", {}, "one of its blocks is there twice, or is part of another"),
+        ("block_in_block", {}, "one of its blocks is there twice, or is part of another"),
+        ("five_blocks", {}, "no blocks found"),
+        ("blocks_share", {}, "a block shares a parameter with what is outside of it"),
+        ("block_shares_with_the_rest", {}, "a block shares a parameter with what is outside of it"),
+        ("scalar", {}, "its parameter temperature is float32 []"),
+        ("integers", {}, "its parameter table is int32 [2, 2]"),
+        ("frozen", {}, "it has no parameter that trains"),
+        ("flops_function", {}, "its flops_per_token is a function, not a number"),
+        ("no_function", {}, "its summed_loss is a int, not a function"),
     ],
 )
 def test_a_factory_that_cannot_be_used_is_refused_in_one_line(own, name, settings, message):
@@ -202,6 +271,18 @@ def test_a_forward_without_logits_is_refused_when_it_runs(own):
     materialised(built)
     with pytest.raises(RunRefusedError, match="returned a tuple; it must return logits"):
         built.summed_loss(built.model, torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("turned", r"\[3, 2, 30\]; .* must be \[2, 3, 30\]"), ("too_few", r"\[2, 3, 30\]; .* must be \[2, 3, 31\]")],
+)
+def test_logits_of_another_shape_are_refused_and_not_trained_on(own, name, message):
+    built = own(name)
+    materialised(built)
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(RunRefusedError, match=message):
+        built.summed_loss(built.model, ids, ids)
 
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 40}

@@ -1,16 +1,40 @@
 """`python -m mics.train` as a program: exit codes, stderr, files."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from mics.checkpoint import MARK
 
 pytestmark = pytest.mark.distributed
+
+OWN_NOISE = """
+import os
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    vocabulary = 256
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(256, 4)
+        self.register_buffer("noise", torch.full((4,), float(os.environ["NOISE"])), persistent=False)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.head = nn.Linear(4, 256)
+
+    def forward(self, ids):
+        x = self.tokens(ids) * self.noise
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+"""
 
 
 def outcome(process, deadline_s=60):
@@ -40,11 +64,12 @@ def test_torchrun_trains_and_leaves_metrics_and_a_checkpoint(tmp_path, tiny_run)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     folder = tmp_path / "tiny"
-    assert sorted(path.name for path in folder.iterdir()) == ["step-2", "step-3"]
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["step-2", "step-3"]
     assert json.loads((folder / "step-3" / MARK).read_text())["progress"] == {"step": 3, "samples": 12}
 
 
-def test_sigterm_ends_the_step_saves_and_exits_75(tmp_path, tiny_run, start_trainers):
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_ends_the_step_saves_and_exits_75(tmp_path, tiny_run, start_trainers, stop):
     run = tiny_run(nodes=1, devices=2, every=10**6, steps=10**6)
     process = start_trainers(run)
     log, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 50
@@ -52,11 +77,52 @@ def test_sigterm_ends_the_step_saves_and_exits_75(tmp_path, tiny_run, start_trai
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(stop)
     codes, _, errors = outcome(process)
     assert codes == [75, 75], errors
+    assert f"{stop.name}: stopping after step" in errors[-1]
     saved = tmp_path / "tiny" / f"step-{metrics(tmp_path)[-1]['step']}"
     assert [path.parent for path in (tmp_path / "tiny").glob(f"*/{MARK}")] == [saved]
+
+
+def test_ranks_save_and_end_when_their_torchrun_is_killed(tmp_path, tiny_run):
+    run = tiny_run(nodes=1, devices=2, every=10**6, steps=10**6)
+    (tmp_path / "run.json").write_text(run.to_json())
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(
+            [
+                *torchrun,
+                "--log-dir",
+                str(tmp_path / "logs"),
+                "-m",
+                "mics.train",
+                "--config",
+                str(tmp_path / "run.json"),
+            ],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    log, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 80
+    try:
+        while not (log.exists() and log.read_text().count("\n") >= 2) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        process.kill()
+        process.wait()
+    try:
+        while any(Path(f"/proc/{pid}/cmdline").exists() for pid in ranks) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()], (tmp_path / "output").read_text()
+    finally:
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    last = json.loads(log.read_text().splitlines()[-1])["step"]
+    assert f"torchrun has died: stopping after step {last}" in (tmp_path / "output").read_text()
+    assert [path.parent.name for path in (tmp_path / "tiny").glob(f"*/{MARK}")] == [f"step-{last}"]
 
 
 def test_a_checkpoint_path_that_nodes_do_not_share_is_refused(tmp_path, tiny_run, start_trainers):
@@ -67,6 +133,24 @@ def test_a_checkpoint_path_that_nodes_do_not_share_is_refused(tmp_path, tiny_run
     assert screen == []
     assert errors == [errors[0]] * 2  # local rank 0 of each node
     assert errors[0].startswith(f"mics: node 1: train.checkpoint.path {tmp_path}/two/demo is not shared")
+
+
+def test_nodes_with_different_models_are_refused(tmp_path, tiny_run, start_trainers, monkeypatch):
+    """Buffers are in no gradient and no checksum of the weights: nobody else would notice."""
+    (tmp_path / "own_noise.py").write_text(OWN_NOISE)
+    run = tiny_run(nodes=2, devices=1, model="own_noise:Model")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    nodes = [{"NOISE": noise} for noise in ("1.0", "2.0")]
+    codes, _, errors = outcome(start_trainers(run, nodes))
+    assert codes == [2, 2], errors
+    assert "rank 1 (node 1) has made another train.model, by parameters or buffers, than rank 0" in errors[0]
+
+
+def test_a_log_that_cannot_be_written_is_said_by_the_rank_that_writes_it(tmp_path, tiny_run, start_trainers):
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    codes, _, errors = outcome(start_trainers(tiny_run(nodes=1, devices=2)))
+    assert codes[0] == 73
+    assert f"mics: {tmp_path}/run/metrics.jsonl cannot be written: Is a directory" in errors
 
 
 def test_nodes_with_different_data_are_refused_by_number(tmp_path, tiny_run, start_trainers):

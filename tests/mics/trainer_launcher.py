@@ -1,8 +1,8 @@
 """Run the whole trainer on one machine: `python trainer_launcher.py CONFIG NODES DEVICES DEADLINE_S NODE_ENVIRONMENTS`.
 
 Like torchrun on every node, but with one import of torch: the ranks are forked. NODE_ENVIRONMENTS is a JSON list with
-one object of extra variables per node. SIGTERM is passed on to the ranks. The last line of stdout is a JSON list of
-exit codes by rank.
+one object of extra variables per node. SIGTERM and SIGINT are passed on to the ranks. The last line of stdout is a JSON
+list of exit codes by rank.
 """
 
 import json
@@ -56,7 +56,8 @@ def main():
                 sys.excepthook(*sys.exc_info())
                 os._exit(1)
         children.append(pid)
-    signal.signal(signal.SIGTERM, lambda *_: [os.kill(pid, signal.SIGTERM) for pid in children])
+    for stop in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(stop, lambda number, _: [os.kill(pid, number) for pid in children])
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]))
 
 

@@ -258,6 +258,8 @@ def test_traffic_is_read_at_the_interface_only_where_every_node_has_its_own(topo
     assert configure(chosen, topology, "0101-000000-mics-aaaa").interface is None
     apart = Topology(tuple(replace(node, interface="eth0") for node in topology.nodes))
     assert configure(chosen, apart, "0101-000000-mics-aaaa").interface == "eth0"
+    efa = Topology(tuple(replace(node, efa_devices=("rdmap0s6",)) for node in apart.nodes))
+    assert configure(chosen, efa, "0101-000000-mics-aaaa").interface is None
 
 
 def test_environment_sets_no_efa_switches(topology: Topology) -> None:

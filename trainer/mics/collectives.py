@@ -76,8 +76,8 @@ class Meter:
         self._calls = dict.fromkeys(STAGES, 0)
         self._traffic_bytes = dict.fromkeys(STAGES, 0)
         self._seconds = dict.fromkeys(STAGES, 0.0)
-        self._open: deque[tuple[StageName, _Instant, _Instant]] = deque()
-        self._mark: _Instant = self._now()
+        self._open: deque[tuple[StageName, tuple[_Instant, ...], _Instant]] = deque()  # stage, starts, end
+        self._mark = self._hop2_end = self._now()
         self._position: tuple[int, StageName | None] = (0, None)
 
     def current(self) -> tuple[int, StageName | None]:
@@ -99,9 +99,10 @@ class Meter:
         self._mark = self._now()
 
     def hop2(self, group: dist.ProcessGroup, message_bytes: int) -> None:
-        """Count one all-reduce of `message_bytes`, ended just now and begun at the last `mark`."""
+        """Count one all-reduce of `message_bytes`, ended just now. It began at the last `mark`, or after the one before
+        where that ended later: on CUDA they queue on a stream of their own."""
         one_pass_bytes = ring_traffic_bytes(group, message_bytes, self._devices_per_node)
-        self._add("hop2", 2 * one_pass_bytes, self._mark)
+        self._hop2_end = self._add("hop2", 2 * one_pass_bytes, self._mark, self._hop2_end)
 
     def take(self) -> dict[StageName, StageCount]:
         """The counts since the last call, for every stage; then starts from zero."""
@@ -113,21 +114,20 @@ class Meter:
         self._seconds = dict.fromkeys(STAGES, 0.0)
         return counts
 
-    def _add(self, stage: StageName, traffic_bytes: int, start: _Instant) -> None:
+    def _add(self, stage: StageName, traffic_bytes: int, *starts: _Instant) -> _Instant:
+        """Count a collective that begins at the last of `starts` and has just ended; returns its end."""
         self._position = self._position[0] + 1, None
         self._calls[stage] += 1
         self._traffic_bytes[stage] += traffic_bytes
-        self._open.append((stage, start, self._now()))
+        end = self._now()
+        self._open.append((stage, starts, end))
         if len(self._open) > _OPEN_INTERVALS:  # nobody takes: the oldest has long ended, so this does not wait
             self._fold()
+        return end
 
     def _fold(self) -> None:
-        stage, start, end = self._open.popleft()
-        if isinstance(start, float) and isinstance(end, float):
-            self._seconds[stage] += end - start
-        elif isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-            end.synchronize()
-            self._seconds[stage] += start.elapsed_time(end) / 1000
+        stage, starts, end = self._open.popleft()
+        self._seconds[stage] += min(_seconds_between(start, end) for start in starts)
 
     def _now(self) -> _Instant:
         if not self._on_cuda:
@@ -135,6 +135,13 @@ class Meter:
         event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch
         event.record()
         return event
+
+
+def _seconds_between(start: _Instant, end: _Instant) -> float:
+    if isinstance(start, float) or isinstance(end, float):
+        return float(end - start)  # type: ignore[operator]  # both are
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
 
 
 def ring_reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:

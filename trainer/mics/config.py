@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from mics.shapes import ModelShape, shape_of
 from mics.strategies import Reshard, StrategyName, rank_grid, reshard_of
@@ -184,6 +185,13 @@ class RunConfig:
         for name in ("partition", "hierarchical", "micro_batch", "precision", "checkpointing", "reshard_after_forward"):
             if getattr(self.train, name) == "auto":
                 raise ValueError(f"train.{name} is still auto; run.json holds resolved values only")
+        for name in ("nodes", "devices_per_node"):
+            _at_least(name, getattr(self, name), 1)
+        order = self.node_order or tuple(range(self.nodes if self.node_names else 0))
+        if self.node_order and (len(set(order)) != self.nodes or len(order) != self.nodes or min(order) < 0):
+            raise ValueError(f"node_order must name {self.nodes} different nodes, got {list(order)}")
+        if self.node_names and max(order) >= len(self.node_names):
+            raise ValueError(f"node_names has {len(self.node_names)} names and none for node {max(order)}")
 
     @property
     def world_size(self) -> int:
@@ -271,7 +279,35 @@ def _build(cls: type[T], values: Any, where: str) -> T:
     unknown = sorted(set(values) - {f.name for f in fields(cls)})  # type: ignore[arg-type]  # every cls is a dataclass
     if unknown:
         raise ValueError(f"{where}: unknown key {unknown[0]!r}")
+    kinds = get_type_hints(cls)
+    for name, value in values.items():
+        if not _fits(value, kinds[name]):
+            raise ValueError(f"{where}: {name} must be {_in_words(kinds[name])}, got {value!r}")
     try:
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
     except TypeError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value of JSON is of an annotated type. A bool is no number, a whole number may stand for any."""
+    options = get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, list) and all(_fits(item, options[0]) for item in value)
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in options
+    if options:
+        return any(_fits(value, option) for option in options)
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
+
+
+def _in_words(kind: Any) -> str:
+    options = get_args(kind)
+    if get_origin(kind) is tuple:
+        return f"a list, each item {_in_words(options[0])}"
+    if get_origin(kind) is Literal:
+        return " or ".join(options)
+    return " or ".join(map(_in_words, options)) if options else _WORDS.get(kind, "an object")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import uuid
@@ -10,12 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW
 
 from mics.checkpoint import Identity, Progress, Saver, TrainState, check_shared, find_resume, load
 from mics.config import RunConfig
-from mics.data import Batch, RunData, copy_data, deal, load_batch, mask_token_of, open_data, validation_batches
+from mics.data.batches import Batch, load_batch, validation_batches
+from mics.data.order import deal
+from mics.data.run import RunData, copy_data, mask_token_of, open_data
 from mics.errors import RunRefusedError
 from mics.init import materialise
 from mics.metrics import InterfaceCounter
@@ -26,8 +30,8 @@ from mics.optim import adamw
 from mics.paths import on_this_node
 from mics.precision import DTYPES, LossScale
 from mics.ranks import Place, collective_timeout, every_node, together
-from mics.recompute import prepare_blocks
-from mics.sharding import Connection, apply, check_replicas, connect
+from mics.recompute import check_compiler, prepare_blocks
+from mics.sharding import Connection, ReplicaMismatchError, apply, check_replicas, connect
 from mics.timer import StepTimer
 from mics.trial import hierarchical_pays
 
@@ -98,9 +102,11 @@ class Job:
 def prepare(run: RunConfig, place: Place, device: torch.device) -> Job:
     """Collective over all ranks. Raises RunRefusedError on all of them where one cannot use its part of the run."""
     t, dtypes = run.train, DTYPES[run.precision]
+    check_same(run.to_json(), "another run.json", place)
     if t.checkpoint.every:
         check_shared(node_path(t.checkpoint.path), run_token(place), place)
     built = together(lambda: _built(run), place)
+    check_same(fingerprint(built.model), "made another train.model, by parameters or buffers,", place)
     mask_token = mask_token_of(t, vocabulary=built.vocabulary, masked=built.masked)
     data = shared_data(run, built, place)
     identity = Identity(built.identity, {"seed": t.seed, "sequence": t.sequence, "corpus": data.train.digest()})
@@ -108,7 +114,7 @@ def prepare(run: RunConfig, place: Place, device: torch.device) -> Job:
     resume = find_resume(own_folder, node_path(run.resume_from) if run.resume_from else None, identity)
     for note in resume.notes:
         say(note, place)
-    interface = together(lambda: InterfaceCounter(run.interface if place.local_rank == 0 else None), place)
+    interface = together(lambda: InterfaceCounter(run.interface, reads=place.local_rank == 0), place)
 
     run = without_hierarchy_that_loses(run, built, place, device)
     connection = connect(run.grid, device=device.type, timeout=collective_timeout(t.limits))
@@ -131,30 +137,41 @@ def prepare(run: RunConfig, place: Place, device: torch.device) -> Job:
     if resume.checkpoint:
         load(resume.checkpoint, TrainState(built.model, optimizer, scale))
         say(f"goes on from {resume.checkpoint}", place)
-    check_replicas(built.model, connection)
+    try:
+        check_replicas(built.model, connection)
+    except ReplicaMismatchError as error:
+        raise RunRefusedError(f"train.model: {error}") from error
     saver = Saver(own_folder, identity, t.checkpoint) if own_folder else None
-    return Job(
-        run,
-        place,
-        device,
-        connection,
-        built,
-        optimizer,
-        scale,
-        data,
-        mask_token,
-        interface,
-        timer,
-        resume.progress,
-        saver,
-    )
+    parts = (run, place, device, connection, built, optimizer, scale, data, mask_token, interface, timer)
+    return Job(*parts, resume.progress, saver)
 
 
 def _built(run: RunConfig) -> Built:
+    check_compiler(run.train.compile, os.environ)
     built = build(run.train, DTYPES[run.precision].master)
     if run.train.initial:
         check_weights(built.model, Path(node_path(run.train.initial)))
     return built
+
+
+def check_same(mine: str, what: str, place: Place) -> None:
+    """Raises RunRefusedError on all ranks where one has another text than rank 0. Collective."""
+    every = [mine] * place.world_size
+    dist.all_gather_object(every, mine)
+    other = next((rank for rank, text in enumerate(every) if text != every[0]), None)
+    if other is not None:
+        raise RunRefusedError(f"rank {other} (node {other // place.local_world_size}) has {what} than rank 0")
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Names and shapes of the parameters, in order, and all buffers: nobody would notice a rank that has others."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.requires_grad};".encode())
+    for name, buffer in model.named_buffers():
+        digest.update(f"{name} {tuple(buffer.shape)} {buffer.dtype};".encode())
+        digest.update(buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def shared_data(run: RunConfig, built: Built, place: Place) -> RunData:

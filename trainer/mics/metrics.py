@@ -8,7 +8,8 @@ import resource
 import statistics
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from mics.board import Board
 from mics.collectives import STAGES, StageCount, StageName
 from mics.config import Checkpointing, RunConfig
-from mics.errors import RunRefusedError
+from mics.errors import RunFolderError, RunRefusedError
 from mics.models.built import Built
 from mics.peak import peak_flops
 from mics.precision import DTYPES
@@ -218,10 +219,14 @@ def sent_bytes(interface: str, table: str) -> int:
 
 
 class InterfaceCounter:
-    """Bytes that this node's interface sent between two moments. Reads on one rank per node, else counts nothing."""
+    """Bytes that this node's interface sent between two moments; 0 where there is none to read.
 
-    def __init__(self, interface: str | None) -> None:
-        self._interface = interface
+    interface  the same on every rank; None = nothing is read anywhere
+    reads      whether this rank does: one of each node
+    """
+
+    def __init__(self, interface: str | None, *, reads: bool) -> None:
+        self._interface, self._reads = interface, reads
         self._last = self._read()
 
     def restart(self) -> None:
@@ -229,16 +234,17 @@ class InterfaceCounter:
 
         Between two barriers: the other ranks' bytes belong to neither side of the read.
         """
-        dist.barrier()
-        self._last = self._read()
-        dist.barrier()
+        if self._interface:
+            dist.barrier()
+            self._last = self._read()
+            dist.barrier()
 
     def take(self) -> int:
         before, self._last = self._last, self._read()
         return self._last - before
 
     def _read(self) -> int:
-        return sent_bytes(self._interface, INTERFACES.read_text()) if self._interface else 0
+        return sent_bytes(self._interface, INTERFACES.read_text()) if self._interface and self._reads else 0
 
 
 def lines_until(text: str, step: int) -> str:
@@ -249,8 +255,16 @@ def lines_until(text: str, step: int) -> str:
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except ValueError:
+    except (ValueError, TypeError, KeyError):
         return math.inf
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be written: {error.strerror}") from error
 
 
 class StepLog:
@@ -264,10 +278,11 @@ class StepLog:
     def __init__(
         self, path: Path, *, start: int, steps: int, screen: TextIO = sys.stdout, board: Board | None = None
     ) -> None:
-        kept = lines_until(path.read_text(), start) if path.exists() else ""
-        partial = path.with_suffix(".partial")
-        partial.write_text(kept)
-        partial.replace(path)
+        with _writing(path):
+            kept = lines_until(path.read_text(errors="replace"), start) if path.exists() else ""
+            partial = path.with_suffix(".partial")
+            partial.write_text(kept)
+            partial.replace(path)
         self._path = path
         self._steps = steps
         self._screen = screen
@@ -276,7 +291,7 @@ class StepLog:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one record of `record_of`, whatever was added to it."""
-        with self._path.open("a") as file:
+        with _writing(self._path), self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         if self._board:
             self._board.write(record)

@@ -114,8 +114,15 @@ def join(place: Place, store: Store | None = None, *, timeout: timedelta | None 
     return torch.device("cpu")
 
 
-def leave() -> None:
-    dist.barrier()  # a fast rank would close connections that a slow one still reads: gloo aborts then, at times
+def leave(at_most_seconds: float | None = None) -> None:
+    """Wait for the other ranks, then leave them; where they do not come in time (None = any), leave as if they had."""
+    together = dist.barrier(async_op=True)
+    try:  # a fast rank would close connections that a slow one still reads: gloo aborts then, at times
+        together.wait(*[timedelta(seconds=at_most_seconds)] if at_most_seconds else ())
+    except RuntimeError:
+        if not at_most_seconds:
+            raise
+        return
     dist.destroy_process_group()
 
 

@@ -6,7 +6,8 @@ Both replace `block.forward`. A module around the block would rename its paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from mics.config import Checkpointing, Compile
+from mics.errors import RunRefusedError
 
 Forward = Callable[..., Any]
 
@@ -47,6 +49,13 @@ def prepare_blocks(
             block.forward = recomputed(block.forward, selective=checkpointing == "selective")
         if compile != "none":
             block.forward = torch.compile(block.forward, backend=compile)
+
+
+def check_compiler(compile: Compile, environment: Mapping[str, str]) -> None:
+    """Raises RunRefusedError where `compile` needs a compiler that this node does not have."""
+    compiler = environment.get("CXX", "g++")  # as torch._inductor looks for it on Linux
+    if compile == "inductor" and not shutil.which(compiler, path=environment.get("PATH")):
+        raise RunRefusedError(f"train.compile: inductor needs a C++ compiler on every node, here is no {compiler}")
 
 
 def recomputed(forward: Forward, *, selective: bool) -> Forward:

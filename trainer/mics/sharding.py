@@ -259,7 +259,7 @@ def clip(model: nn.Module, max_norm: float, *, scale: torch.Tensor | None = None
     scale  the factor that was on the loss, a scalar tensor: gradients are divided by it in the same multiplication, and
            the norm is that of the divided ones
 
-    A norm that is not finite makes all gradients not finite: skip that optimizer step.
+    Where it is not finite, the gradients are worth nothing any more: skip that optimizer step.
     """
     parameters = list(model.parameters())
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -267,7 +267,11 @@ def clip(model: nn.Module, max_norm: float, *, scale: torch.Tensor | None = None
     nothing = _local(first.detach()).new_zeros(())  # the part of a rank without gradients in the sum over the ranks
     squared = torch.nn.utils.get_total_norm(gradients) ** 2 if gradients else nothing
     if isinstance(first, DTensor):
-        dist.all_reduce(squared, group=first.device_mesh.get_group("shard"))
+        mesh = first.device_mesh
+        dist.all_reduce(squared, group=mesh.get_group("shard"))
+        if "replicate" in (mesh.mesh_dim_names or ()):
+            # Replicas whose sums are taken in another order would differ by a bit, and from then on drift apart.
+            dist.all_reduce(squared, op=dist.ReduceOp.MAX, group=mesh.get_group("replicate"))
     norm = squared.sqrt()
     if scale is not None:
         norm = norm / scale

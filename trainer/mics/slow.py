@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from mics.collectives import STAGES, StageName
 from mics.metrics import RankStep
 from mics.topology import Group, RankGrid
+from mics.watch import readable
 
 RATIO = 1.3  # to the median, from which a rank is slow
 SHARE = 0.05  # of the step, that its excess must cost at least: twice of nothing is no news
@@ -80,7 +81,7 @@ def in_words(slow: Slow, names: Sequence[str]) -> str:
     """rank 13, i-0abc, 2.1x slower in hop 1 across. names: of the nodes, by rank. Pure."""
     numbers = " and ".join(map(str, slow.ranks))
     nodes = " and ".join(dict.fromkeys(names[rank] for rank in slow.ranks))
-    part = slow.part.replace("_", " ").replace("hop", "hop ")
+    part = readable(slow.part)
     return f"rank{'s' if len(slow.ranks) > 1 else ''} {numbers}, {nodes}, {slow.ratio:.1f}x slower in {part}"
 
 

@@ -45,19 +45,15 @@ def s3() -> S3Client:
     except ImportError as error:
         raise RunRefusedError(f"s3:// needs boto3 and smart_open on every node: {error}. pip install micsctl") from None
     own_endpoint = "AWS_ENDPOINT_URL" in os.environ or "AWS_ENDPOINT_URL_S3" in os.environ
+    config = Config(
+        retries={"mode": "standard", "total_max_attempts": 8},
+        connect_timeout=10,
+        read_timeout=60,
+        max_pool_connections=32,
+        s3={"addressing_style": "path"} if own_endpoint else None,  # only AWS's hosts have bucket names
+    )
     with readable("S3"):
-        return boto3.Session().client(
-            "s3",
-            config=Config(
-                retries={"mode": "standard", "total_max_attempts": 8},
-                connect_timeout=10,
-                read_timeout=60,
-                max_pool_connections=32,
-                s3={"addressing_style": "path"}
-                if own_endpoint
-                else None,  # other hosts than AWS's have no bucket names
-            ),
-        )
+        return boto3.Session().client("s3", config=config)
 
 
 @contextmanager
@@ -72,7 +68,7 @@ def readable(what: str) -> Iterator[None]:
         code, message = said.get("Code", "unknown"), said.get("Message", "")
         raise RunRefusedError(f"{what}: S3 refused {error.operation_name}: {code} {message}".rstrip()) from error
     except BotoCoreError as error:
-        raise RunRefusedError(f"{what}: {error}") from error
+        raise RunRefusedError(f"{what}: {' '.join(str(error).split())}") from error
 
 
 def open_s3(client: S3Client, url: str, mode: str) -> IO[bytes]:

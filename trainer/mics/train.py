@@ -11,9 +11,9 @@ again on the same run.json, a run goes on from its newest whole checkpoint.
 Exit codes, each but 0 with a line on stderr that says why:
   0   done
   2   run.json, the model, the data or the checkpoint path cannot be used
-  73  checkpoints cannot be written
+  73  checkpoints or metrics.jsonl cannot be written
   74  a rank stood still for longer than limits.step_seconds; the folder `stall` has every rank's stack
-  75  stopped by SIGTERM or a spot notice after the step in progress, with a checkpoint
+  75  stopped by SIGTERM, Ctrl-C or a spot notice after the step in progress, with a checkpoint
   76  the loss or its gradient was not finite for limits.skipped_steps steps in a row
 Anything else is a crash.
 """
@@ -21,6 +21,7 @@ Anything else is a crash.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -38,8 +39,10 @@ from mics import settings
 from mics.board import Board
 from mics.checkpoint import Outcome, Progress, SaveFailedError
 from mics.config import RunConfig
-from mics.data import BadTokenError, Batch, Feed
-from mics.errors import RunRefusedError
+from mics.data.batches import Batch
+from mics.data.corpus import BadTokenError
+from mics.data.feed import Feed
+from mics.errors import RunFolderError, RunRefusedError
 from mics.job import Job, prepare, say
 from mics.metrics import RankStep, StepLog, exchange, expected, rank_step, record_of
 from mics.models.built import IGNORED
@@ -55,6 +58,8 @@ from mics.validate import validation_loss
 from mics.watch import Watch
 
 REFUSED, UNSAVED, STOPPED, DIVERGED = 2, 73, 75, 76
+ERROR_SECONDS = 60.0  # that a rank with an error waits for the others to have it too
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # torchrun passes each of them on to its ranks
 SummedLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
@@ -146,7 +151,7 @@ def train(
             seconds = time.perf_counter() - started
             ranks = exchange(_mine(job, loss, stopping=asked_to_stop() is not None), job.device)
             stopping = any(rank.stopping for rank in ranks)
-            skipped = not torch.isfinite(norm)
+            skipped = not math.isfinite(grad_norm)
             skipped_in_row = skipped_in_row + 1 if skipped else 0
             record = record_of(
                 ranks,
@@ -159,7 +164,7 @@ def train(
                 lr=lr,
                 step_seconds=seconds,
                 loss_scale=float(scale),
-                skipped=bool(skipped),
+                skipped=skipped,
                 skipped_in_row=skipped_in_row,
             )
             last = stopping or number == t.steps
@@ -172,6 +177,7 @@ def train(
                 for slow in patience.lasting(slow_ranks(ranks, run.grid, step_seconds=seconds)):
                     log.note(in_words(slow, node_names(run)))
             if skipped_in_row >= t.limits.skipped_steps:
+                finish(job, at, number)  # the last good checkpoint may still be on its way
                 raise DivergedError(
                     f"the gradient was not finite for {skipped_in_row} steps in a row (step {number}, loss "
                     f"{record['loss']}); the weights are those of step {number - skipped_in_row}. "
@@ -186,9 +192,7 @@ def train(
             settings.collect(number)
             job.interface.restart()
     window.close()
-    if job.saver:
-        at(progress.step, "last checkpoint", long=True)
-        report(job.saver.finish(), job.place)
+    finish(job, at, progress.step)
     return progress.step >= t.steps
 
 
@@ -214,6 +218,13 @@ def report(outcomes: Iterable[Outcome], place: Place) -> None:
             say(f"checkpoint of step {outcome.step}: {outcome.problem}", place)
 
 
+def finish(job: Job, at: At, step: int) -> None:
+    """Wait for the last save. Raises SaveFailedError."""
+    if job.saver:
+        at(step, "last checkpoint", long=True)
+        report(job.saver.finish(), job.place)
+
+
 def _say_why(why: str | None, step: int) -> None:
     if why:
         sys.stderr.write(f"mics: {why}: stopping after step {step}\n")
@@ -237,7 +248,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     config: Path = parser.parse_args(arguments).config
     signals: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    for stop in STOP_SIGNALS:
+        if signal.getsignal(stop) != signal.SIG_IGN:  # nohup
+            signal.signal(stop, lambda number, _: signals.append(number))
     try:
         done = _run(read_run(config), config.parent, signals)
     except RunRefusedError as error:  # on every rank or on none, so one of each node may say it
@@ -246,15 +259,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _end(UNSAVED, error, speaks=dist.get_rank() == 0)
     except DivergedError as error:
         return _end(DIVERGED, error, speaks=dist.get_rank() == 0)
-    except BadTokenError as error:  # this rank alone has read it, so the others cannot leave with it
+    except (BadTokenError, RunFolderError) as error:  # this rank alone knows, so the others cannot leave with it
         sys.stderr.write(f"mics: {error}\n")
-        return REFUSED
+        return REFUSED if isinstance(error, BadTokenError) else UNSAVED
     leave()
     return 0 if done else STOPPED
 
 
 def _run(run: RunConfig, folder: Path, signals: Sequence[int]) -> bool:
-    place = place_of(os.environ)
+    place, launcher = place_of(os.environ), os.getppid()
     check_place(place, nodes=run.nodes, devices_per_node=run.devices_per_node)
     if run.train.deterministic:
         settings.deterministic()
@@ -267,7 +280,11 @@ def _run(run: RunConfig, folder: Path, signals: Sequence[int]) -> bool:
         board = together(lambda: _board(job, folder), place)
 
         def asked_to_stop() -> str | None:
-            return "SIGTERM" if signals else notice.arrived if notice else None
+            if signals:
+                return signal.Signals(signals[0]).name
+            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher:
+                return "torchrun has died"  # nobody would end these processes, or know of them
+            return notice.arrived if notice else None
 
         try:
             return train(job, folder, at=watch.at, asked_to_stop=asked_to_stop, board=board)
@@ -287,7 +304,7 @@ def _end(code: int, error: Exception, *, speaks: bool) -> int:
     if speaks:
         sys.stderr.write(f"mics: {error}\n")  # in one piece: print would let another rank write into it
     if dist.is_initialized():
-        leave()
+        leave(ERROR_SECONDS)
     return code
 
 

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public; torch does not mark it so
 
 from mics.config import LimitsConfig
+from mics.errors import RunFolderError
 from mics.ranks import Place
 
 T = TypeVar("T")
@@ -80,11 +81,11 @@ def verdict(before: Mapping[int, Beat], after: Mapping[int, Beat], names: Sequen
     behind = [beat for beat in behind if not beat.stage] or behind
     if silent or left or len(behind) == len(going):
         behind = []
-    claims = [f"{_ranks(silent, names)} {_be(silent)} silent"] if silent else []
-    claims += [f"{_ranks(left, names)} {_have(left)} ended"] if left else []
+    claims = [f"{_ranks(silent, names, 'is', 'are')} silent"] if silent else []
+    claims += [f"{_ranks(left, names, 'has', 'have')} ended"] if left else []
     for phase in sorted({beat.phase for beat in behind}):
         late = [beat.rank for beat in behind if beat.phase == phase]
-        claims.append(f"{_ranks(late, names)} {_have(late)} not left {phase}")
+        claims.append(f"{_ranks(late, names, 'has', 'have')} not left {phase}")
     waiting = Counter(readable(beat.stage) or beat.phase for beat in going if beat not in behind)
     if waiting and claims:
         claims.append(f"the others wait in {waiting.most_common(1)[0][0]}")
@@ -99,18 +100,12 @@ def readable(stage: str) -> str:
     return stage.replace("_", " ").replace("hop", "hop ")
 
 
-def _ranks(ranks: Sequence[int], names: Sequence[str]) -> str:
+def _ranks(ranks: Sequence[int], names: Sequence[str], one: str, many: str) -> str:
+    """The ranks by number and node, and the verb for one or many of them."""
     shown = [f"{rank} ({names[rank]})" for rank in sorted(ranks)[:4]]
     more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}{more}"
-
-
-def _be(ranks: Sequence[int]) -> str:
-    return "are" if len(ranks) > 1 else "is"
-
-
-def _have(ranks: Sequence[int]) -> str:
-    return "have" if len(ranks) > 1 else "has"
+    word, verb = ("ranks", many) if len(ranks) > 1 else ("rank", one)
+    return f"{word} {', '.join(shown)}{more} {verb}"
 
 
 def account_of(folder: Path) -> str | None:
@@ -151,10 +146,13 @@ class Watch:
         self._position: Callable[[], tuple[int, str | None]] = lambda: (0, None)
         self._over, self._called = threading.Event(), threading.Event()
         self._ending: threading.Thread | None = None
-        for name in ("beats", "stall"):
-            (folder / name).mkdir(exist_ok=True)
         self._line = folder / "stall" / "line.txt"
-        self._line.unlink(missing_ok=True)
+        try:
+            for name in ("beats", "stall"):
+                (folder / name).mkdir(exist_ok=True)
+            self._line.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunFolderError(f"{error.filename} cannot be made or written: {error.strerror}") from error
         self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._tell, self._guard)]
 
     def __enter__(self) -> Watch:
@@ -210,18 +208,18 @@ class Watch:
 
     def _guard(self) -> None:
         """The thread that looks at the clock."""
-        mine = self._folder / "beats" / f"rank-{self._place.rank}.json"
         while not self._over.wait(self._beat_seconds):
-            self._write(mine)
+            self._write()
             seconds = time.monotonic() - self._place_now[3]
             if seconds > self.limit_seconds or self._called.is_set():
                 self._ending = threading.Thread(target=self._end, args=(seconds,), daemon=True)
                 self._ending.start()
                 break
         while not self._over.wait(self._beat_seconds):  # a rank that ends the run is not silent
-            self._write(mine)
+            self._write()
 
-    def _write(self, mine: Path) -> None:
+    def _write(self) -> None:
+        mine = self._beat_file(self._place.rank)
         partial = mine.with_suffix(".partial")
         with contextlib.suppress(OSError):  # a full disk: the clock goes on, and the store has the beats too
             partial.write_text(json.dumps(asdict(self._beat())) + "\n")
@@ -265,33 +263,34 @@ class Watch:
             while not self._store.check(["line"]):  # a blocking wait would hold the connection, and with it the beats
                 time.sleep(0.2)
             return self._store.get("line").decode(), False
-        before = self._all_beats()
-        time.sleep(self._quiet_seconds)
-        line = verdict(before, self._all_beats(), self._names, seconds=seconds)
+        line = self._verdict(range(self._place.world_size), self._told, seconds)
         self._store.set("line", line)
         return line, True
 
-    def _all_beats(self) -> dict[int, Beat]:
-        found = [self._store.get(key).decode() if self._store.check([key]) else "" for key in self._keys()]
-        return {rank: _beat_of(text, rank) for rank, text in enumerate(found)}
-
-    def _keys(self) -> list[str]:
-        return [f"beat/{rank}" for rank in range(self._place.world_size)]
-
     def _judge_alone(self, seconds: float) -> str:
         """Where the store does not answer: from the files of this node's ranks."""
-        before = self._beats_here()
-        time.sleep(self._quiet_seconds)
-        line = verdict(before, self._beats_here(), self._names, seconds=seconds)
+        first = self._place.rank - self._place.local_rank
+        line = self._verdict(range(first, first + self._place.local_world_size), self._written, seconds)
         here, there = self._names[self._place.rank], self._names[0]
         return f"{line} (seen from {here} alone: the store on {there} does not answer)"
 
-    def _beats_here(self) -> dict[int, Beat]:
-        first = self._place.rank - self._place.local_rank
-        files = {
-            r: self._folder / "beats" / f"rank-{r}.json" for r in range(first, first + self._place.local_world_size)
-        }
-        return {rank: _beat_of(file.read_text() if file.exists() else "", rank) for rank, file in files.items()}
+    def _verdict(self, ranks: range, look: Callable[[int], str], seconds: float) -> str:
+        """From two looks at these ranks' last beats; `look` gives one as text, "" where there is none."""
+        before = {rank: _beat_of(look(rank), rank) for rank in ranks}
+        time.sleep(self._quiet_seconds)
+        after = {rank: _beat_of(look(rank), rank) for rank in ranks}
+        return verdict(before, after, self._names, seconds=seconds)
+
+    def _beat_file(self, rank: int) -> Path:
+        return self._folder / "beats" / f"rank-{rank}.json"
+
+    def _told(self, rank: int) -> str:
+        key = f"beat/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _written(self, rank: int) -> str:
+        file = self._beat_file(rank)
+        return file.read_text() if file.exists() else ""
 
 
 def _beat_of(text: str, rank: int) -> Beat:

@@ -28,6 +28,20 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None, fail
     return value  # type: ignore[return-value]  # action() returned it
 
 
+def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None, failure: type[Exception]) -> T:
+    """What `action` returned here. Raises `failure` with a readable line on every rank where it failed on one."""
+    value: T | None = None
+    problem: str | None = None
+    try:
+        value = action()
+    except (OSError, RunRefusedError) as error:
+        problem = readable_reason(error)
+    for rank, said in enumerate(from_every_rank(problem, group)):
+        if said:
+            raise failure(f"rank {rank}: {said}")
+    return value  # type: ignore[return-value]  # action() returned it
+
+
 def from_every_rank(mine: T, group: dist.ProcessGroup | None) -> list[T]:
     every: list[T] = [mine] * dist.get_world_size(group)
     dist.all_gather_object(every, mine, group=group)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mics.checkpoint.agree import first_failure
+from mics.checkpoint.agree import first_failure, on_every_rank
 from mics.checkpoint.files import StoreReader
 from mics.checkpoint.states import TrainState, put_back, targets
 from mics.checkpoint.stores import open_store
@@ -20,8 +20,9 @@ def load(checkpoint: str, state: TrainState, group: dist.ProcessGroup | None = N
     checkpoint holds another model or cannot be read.
     """
     parent, _, folder = checkpoint.rstrip("/").rpartition("/")
-    reader = StoreReader(open_store(parent), folder)
-    wanted = targets(state, reader.read_metadata().state_dict_metadata, checkpoint)
+    reader = on_every_rank(lambda: StoreReader(open_store(parent), folder), group, RunRefusedError)
+    metadata = on_every_rank(reader.read_metadata, group, RunRefusedError)
+    wanted = targets(state, metadata.state_dict_metadata, checkpoint)
     try:
         state_dict_loader.load(dict(wanted), storage_reader=reader, process_group=group)
     except CheckpointException as error:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from mics.checkpoint.agree import from_every_rank, on_first_rank, readable_reason
+from mics.checkpoint.agree import from_every_rank, on_every_rank, on_first_rank, readable_reason
 from mics.checkpoint.files import crc32_of
 from mics.checkpoint.marks import MARK, Identity, Mark, Progress, differences, parse_name, size_problem
 from mics.checkpoint.stores import Store, open_store
@@ -81,7 +81,7 @@ def _resume(found: tuple[str, Mark], identity: Identity, notes: Sequence[str]) -
 def _search(location: str, group: dist.ProcessGroup | None) -> _Search:
     """Go from the newest to the oldest checkpoint at `location` until one is whole."""
     parent, _, last = location.rstrip("/").rpartition("/")
-    store = open_store(parent if parse_name(last) else location)
+    store = on_every_rank(lambda: open_store(parent if parse_name(last) else location), group, RunRefusedError)
     names = [last] if parse_name(last) else on_first_rank(lambda: _newest_first(store), group, RunRefusedError)
     skipped: list[str] = []
     damaged = 0

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from mics.checkpoint.agree import readable_reason
+from mics.checkpoint.agree import on_first_rank, readable_reason
 from mics.checkpoint.marks import Identity, Progress
 from mics.checkpoint.states import TrainState, part_of_this_rank, tensors_of
 from mics.checkpoint.stores import open_store
-from mics.checkpoint.writing import SaveFailedError, remove_old, write_checkpoint
+from mics.checkpoint.writing import SaveFailedError, claim, remove_old, write_checkpoint
 from mics.config import CheckpointConfig
 from mics.errors import RunRefusedError
 
@@ -50,13 +50,14 @@ class Saver:
     state, memory that is kept for the next save (pinned where there is a GPU). Writing and its collectives then run on
     a thread and a gloo group of their own. In the foreground nothing is copied.
 
-    Every method is collective over all ranks.
+    Every method is collective over all ranks. The folder is this saver's until another one is made for it.
     """
 
     def __init__(self, folder: str, identity: Identity, config: CheckpointConfig) -> None:
         self._store = open_store(folder)
         self._identity, self._config = identity, config
         self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
+        self._owner = on_first_rank(lambda: claim(self._store), self._group, RunRefusedError)
         gpu = torch.cuda.is_available()
         self._stager = DefaultStager(StagingOptions(gpu, False, False, gpu)) if config.background else None
         self._pending: Future[Outcome] | None = None
@@ -110,7 +111,7 @@ class Saver:
         staged = time.perf_counter()
         try:
             problem = None
-            folder = write_checkpoint(self._store, tensors, progress, self._identity, self._group)
+            folder = write_checkpoint(self._store, tensors, progress, self._identity, self._group, self._owner)
             if dist.get_rank() == 0:
                 problem = self._remove_old(folder)
             written = self._store.path(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 
 import torch.distributed as dist
@@ -9,26 +10,57 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mics.checkpoint.agree import first_failure, from_every_rank, on_first_rank
+from mics.checkpoint.agree import first_failure, from_every_rank, on_first_rank, readable_reason
 from mics.checkpoint.files import StoreWriter
 from mics.checkpoint.marks import MARK, Identity, Mark, Progress, folder_name, parse_name, size_problem
 from mics.checkpoint.retention import to_remove
 from mics.checkpoint.stores import Store
+from mics.errors import RunRefusedError
+
+OWNER = "owner"  # who may save here
 
 
 class SaveFailedError(Exception):
     """A checkpoint could not be written; one readable line says where and why. The older ones are untouched."""
 
 
+def claim(store: Store) -> str:
+    """From now on the store is the caller's: a run that was started earlier and is still there saves no more into it.
+
+    For one rank; what it returns proves the claim. Raises RunRefusedError where the store cannot be written.
+    """
+    owner = uuid.uuid4().hex
+    try:
+        store.make_folder("")
+        store.write(OWNER, owner.encode())
+    except OSError as error:
+        reason = readable_reason(error)
+        raise RunRefusedError(f"train.checkpoint.path: {store.location} cannot be written: {reason}") from error
+    return owner
+
+
+def _check_owner(store: Store, owner: str) -> None:
+    """Two runs at once would remove each other's unfinished checkpoints, and write into the same files."""
+    if store.exists(OWNER) and store.read(OWNER) != owner.encode():
+        raise RunRefusedError(f"{store.location} belongs to a run that was started later")
+
+
 def write_checkpoint(
-    store: Store, tensors: Mapping[str, Tensor], progress: Progress, identity: Identity, group: dist.ProcessGroup
+    store: Store,
+    tensors: Mapping[str, Tensor],
+    progress: Progress,
+    identity: Identity,
+    group: dist.ProcessGroup,
+    owner: str,
 ) -> str:
     """Write `tensors` (this rank's part) and return the checkpoint's folder. Collective over `group`, all ranks.
+
+    owner  from `claim`, on rank 0
 
     A checkpoint exists once its mark does. Raises SaveFailedError on every rank where one of them fails; what was
     written then lies there without a mark until the next save removes it.
     """
-    folder = on_first_rank(lambda: _free_folder(store, progress.step), group, SaveFailedError)
+    folder = on_first_rank(lambda: _free_folder(store, progress.step, owner), group, SaveFailedError)
     writer = StoreWriter(store, folder)
     try:
         state_dict_saver.save(dict(tensors), storage_writer=writer, process_group=group)
@@ -36,12 +68,18 @@ def write_checkpoint(
         raise SaveFailedError(f"{store.path(folder)}: {first_failure(error)}") from error
     sums = {name: part[name] for part in from_every_rank(writer.fs.sums, group) for name in part}
     mark = Mark(progress, identity, sums).to_json().encode()
-    on_first_rank(lambda: store.write(f"{folder}/{MARK}", mark), group, SaveFailedError)
+    on_first_rank(lambda: _write_mark(store, f"{folder}/{MARK}", mark, owner), group, SaveFailedError)
     return folder
 
 
-def _free_folder(store: Store, step: int) -> str:
+def _write_mark(store: Store, name: str, mark: bytes, owner: str) -> None:
+    _check_owner(store, owner)
+    store.write(name, mark)
+
+
+def _free_folder(store: Store, step: int, owner: str) -> str:
     """A name that no checkpoint has; what dead saves left is removed first. No other save may be at work."""
+    _check_owner(store, owner)
     store.drop_unfinished()
     attempts = [0]
     for name in store.folders():

@@ -98,7 +98,7 @@ def _is_there(thing: Thing, bucket: str, folder: Path) -> bool:
 def _forget_others(things: Iterable[Thing], bucket: str, below: Path, folder: Path) -> None:
     """Remove copies of what S3 no longer has: the folder would bring them into the corpus."""
     known = {_place(f"s3://{bucket}/{thing.key}", folder) for thing in things}
-    for path in files_below(below):
+    for path in files_below(below) if below.is_dir() else ():
         if path not in known and _mark(path).is_file():
             path.unlink()
             _mark(path).unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
@@ -23,25 +24,36 @@ def find_files(data: Iterable[str], environment: Mapping[str, str], key: str = "
 
     key  names the setting in messages
 
-    Raises RunRefusedError for a name that is not there.
+    Raises RunRefusedError for a name that is not there, and for a folder that may not be read.
     """
     found: list[Path] = []
     for name in data:
         path = Path(on_this_node(name, environment))
-        if name == "stdlib":
-            found += standard_library()
-        elif path.is_dir():
-            found += files_below(path)
-        elif path.is_file():
-            found.append(path)
-        else:
-            raise RunRefusedError(f"{key}: {name} is not there; every node that uses it needs it at the same place")
+        try:
+            if name == "stdlib":
+                found += standard_library()
+            elif path.is_dir():
+                found += files_below(path)
+            elif path.is_file():
+                found.append(path)
+            else:
+                raise RunRefusedError(f"{key}: {name} is not there; every node that uses it needs it at the same place")
+        except OSError as error:
+            raise RunRefusedError(f"{key}: {error.filename} cannot be read: {error.strerror}") from error
     return tuple(found)
 
 
 def files_below(folder: Path) -> list[Path]:
-    """All files below a folder, sorted, none hidden, without the indexes of token files beside them."""
-    return sorted(p for p in folder.rglob("*") if p.is_file() and not _hidden(p.relative_to(folder)) and not _beside(p))
+    """All files below a folder, sorted, none hidden, without the indexes of token files beside them.
+
+    Raises OSError for a folder that cannot be read (Path.rglob would leave it out without a word).
+    """
+    files = (Path(parent, name) for parent, _, names in os.walk(folder, onerror=_raise) for name in names)
+    return sorted(p for p in files if p.is_file() and not _hidden(p.relative_to(folder)) and not _beside(p))
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _hidden(path: Path) -> bool:

@@ -53,7 +53,7 @@ def _factory(name: str, train: TrainConfig) -> Callable[[], object]:
     module, _, attribute = name.partition(":")
     try:
         factory = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the user's module may raise anything
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise RunRefusedError(f"train.model {name}: cannot be imported: {_words(error)}") from error
     if not callable(factory):
         raise RunRefusedError(f"train.model {name} is a {type(factory).__name__}, not a function that makes a model")
@@ -71,7 +71,7 @@ def _foreign(train: TrainConfig, dtype: torch.dtype, make: Callable[[], object])
             model = make()
     except RunRefusedError as error:
         raise RunRefusedError(f"{name}: {error}") from error
-    except Exception as error:  # so may the factory
+    except (Exception, SystemExit) as error:  # so may the factory
         raise RunRefusedError(f"{name} raised {_words(error)}") from error
     if not isinstance(model, nn.Module):
         raise RunRefusedError(f"{name} returned a {type(model).__name__}, not a torch.nn.Module")
@@ -83,24 +83,32 @@ def _foreign(train: TrainConfig, dtype: torch.dtype, make: Callable[[], object])
             "a device, its parameters are kept from taking memory anyway"
         )
     vocabulary = getattr(model, "vocabulary", None)
-    if not isinstance(vocabulary, int):
+    if not isinstance(vocabulary, int) or vocabulary < 1:
         raise RunRefusedError(f"{name}: the number of its token ids is unknown; give the model an attribute vocabulary")
+    for key in ("fill", "summed_loss"):
+        if not callable(getattr(model, key, callable)):
+            raise RunRefusedError(f"{name}: its {key} is a {type(getattr(model, key)).__name__}, not a function")
+    flops = getattr(model, "flops_per_token", 0.0)
+    if not isinstance(flops, int | float):
+        raise RunRefusedError(f"{name}: its flops_per_token is a {type(flops).__name__}, not a number")
     if train.loss_chunk and not hasattr(model, "summed_loss"):
         raise RunRefusedError(f"{name}: train.loss_chunk needs a bundled model, or a model with its own summed_loss")
     model = model.to(dtype)
+    blocks = foreign.blocks_of(model, name)
+    foreign.check(model, blocks, name)
     return Built(
         model,
-        foreign.blocks_of(model, name),
+        blocks,
         getattr(model, "fill", None) or partial(foreign.fill, vectors, getattr(model, "spread", foreign.SPREAD)),
-        _own_loss if hasattr(model, "summed_loss") else _foreign_loss,
+        _own_loss if hasattr(model, "summed_loss") else partial(_foreign_loss, vocabulary),
         vocabulary=vocabulary,
         masked=bool(getattr(model, "masked", False)),
         identity=foreign.identity(model),
-        flops_per_token=getattr(model, "flops_per_token", None) or foreign.flops_per_token(model),
+        flops_per_token=flops or foreign.flops_per_token(model),
     )
 
 
-def _words(error: Exception) -> str:
+def _words(error: BaseException) -> str:
     """An exception in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
@@ -110,12 +118,17 @@ def _own_loss(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
     return loss
 
 
-def _foreign_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+def _foreign_loss(vocabulary: int, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     output = model(inputs)
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise RunRefusedError(
             f"train.model: forward of {type(model).__name__} returned a {type(output).__name__}; it must return logits "
             "[batch, sequence, vocabulary], or an object that has them as .logits"
+        )
+    if logits.shape[:-1] != targets.shape or logits.shape[-1] < vocabulary:
+        raise RunRefusedError(
+            f"train.model: forward of {type(model).__name__} returned logits {list(logits.shape)}; for token ids "
+            f"{list(targets.shape)} and a vocabulary of {vocabulary} they must be {[*targets.shape, vocabulary]}"
         )
     return summed_cross_entropy(logits, targets)

@@ -4,8 +4,7 @@
   python -m mics.models.convert import FOLDER
 
 CHECKPOINT is a step-N folder, or its s3:// name. export writes config.json and safetensors, one file in memory at a
-time. import prints the lines of mics.yaml that start
-a run from a folder of transformers.
+time. import prints the lines of mics.yaml that start a run from a folder of transformers.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -68,14 +68,34 @@ def blocks_of(model: nn.Module, name: str) -> tuple[nn.Module, ...]:
     """The model's own `blocks`, else the largest list of modules of one class. Raises RunRefusedError."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     uniform = [blocks for blocks in lists if len({type(block) for block in blocks}) == 1]
-    found = tuple(getattr(model, "blocks", None) or max(uniform, key=_size, default=()))
-    parts = set(model.modules())
+    named = getattr(model, "blocks", None) or max(uniform, key=_size, default=())
+    found = tuple(named) if isinstance(named, Iterable) else ()
+    parts = list(model.modules())  # no set: what stands in for a block may have no hash
     if not found or any(block not in parts for block in found):
         raise RunRefusedError(
             f"{name}: no blocks found that could be gathered one at a time; give the model an attribute blocks, a "
             "list of its modules"
         )
     return found
+
+
+def check(model: nn.Module, blocks: Sequence[nn.Module], name: str) -> None:
+    """Raises RunRefusedError where the model cannot be sharded block by block, or nothing of it trains."""
+    inside = [set(block.modules()) for block in blocks]
+    if model in blocks or any(sum(block in modules for modules in inside) > 1 for block in blocks):
+        raise RunRefusedError(f"{name}: one of its blocks is there twice, or is part of another, or is the whole model")
+    home: dict[nn.Parameter, int] = {}
+    for place, modules in enumerate([*inside, set(model.modules()).difference(*inside)]):
+        if any(home.setdefault(p, place) != place for module in modules for p in module.parameters(recurse=False)):
+            raise RunRefusedError(
+                f"{name}: a block shares a parameter with what is outside of it; that cannot be sharded"
+            )
+    for key, parameter in model.named_parameters():
+        if not (parameter.is_floating_point() and parameter.dim() and parameter.numel()):
+            found = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
+            raise RunRefusedError(f"{name}: its parameter {key} is {found}, not a vector or more of floats")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise RunRefusedError(f"{name}: it has no parameter that trains")
 
 
 def _size(module: nn.Module) -> int:
