@@ -16,6 +16,7 @@ from mics.errors import RunRefusedError
 
 T = TypeVar("T")
 MARGIN_SECONDS = 120.0  # the stall watchdog speaks first: it can name the rank that the others wait for
+LONGEST_SECONDS = 365 * 86400.0  # gloo counts in nanoseconds of 64 bits
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def node_names(run: RunConfig) -> tuple[str, ...]:
 
 def collective_timeout(limits: LimitsConfig) -> timedelta:
     """For every process group: longer than the limits of the stall watchdog, so that it speaks first. Pure."""
-    return timedelta(seconds=max(limits.first_step_seconds, limits.step_seconds) + MARGIN_SECONDS)
+    longest = max(limits.first_step_seconds, limits.step_seconds) + MARGIN_SECONDS
+    return timedelta(seconds=min(longest, LONGEST_SECONDS))
 
 
 def meet(place: Place, environment: Mapping[str, str], *, timeout: timedelta) -> TCPStore:
