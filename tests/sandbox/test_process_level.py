@@ -457,10 +457,10 @@ def _sleepers(who: User) -> int:
 @pytest.mark.parametrize(
     ("user_data", "said"),
     [
-        (gzip.compress(b"#!/bin/sh\nexit 3\n"), "user data ended with 3"),
+        (gzip.compress(b"#!/bin/sh\nexit 3\n", mtime=0), "user data ended with 3"),
         (b"#!/nonexistent/shell\n", "the user data cannot be run: No such file or directory"),
         (b"#cloud-config\n", "the user data is not a script"),
-        (gzip.compress(b"#!/bin/sh\n")[:-9], "the user data is not a script"),
+        (gzip.compress(b"#!/bin/sh\n", mtime=0)[:-9], "the user data is not a script"),
     ],
 )
 def test_console_says_how_user_data_went(open_sandbox: Opener, user_data: bytes, said: str) -> None:
