@@ -93,7 +93,7 @@ def start(folder, location, trial, report):
 
 def marked(location):
     store = open_store(location)
-    return [int(name.removeprefix("step-")) for name in store.folders() if store.exists(f"{name}/{MARK}")]
+    return [int(name.removeprefix("step-").split(".")[0]) for name in store.folders() if store.exists(f"{name}/{MARK}")]
 
 
 def main():

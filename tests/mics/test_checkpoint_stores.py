@@ -1,6 +1,11 @@
 """A folder and an S3 prefix behave alike; S3 is moto's server in this process."""
 
+import contextlib
 import io
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from hypothesis import given, settings
@@ -183,3 +188,41 @@ def test_a_new_checkpoint_stays_though_later_ones_lie_there(root):
     assert remove_old(store, "step-11", keep=1, keep_every=0) == ["step-10.2"]
     assert remove_old(store, "step-11", keep=0, keep_every=0) == []
     assert store.folders() == ["other", "step-11", "step-20", "step-30", "step-5"]
+
+
+class SlowMetadata(BaseHTTPRequestHandler):
+    """An instance metadata service that takes longer than botocore waits by itself."""
+
+    def do_PUT(self):
+        time.sleep(1.5)
+        self.answer("token")
+
+    def do_GET(self):
+        keys = {"Code": "Success", "Type": "AWS-HMAC", "AccessKeyId": "a", "SecretAccessKey": "s", "Token": "t"}
+        times = {"LastUpdated": "2030-01-01T00:00:00Z", "Expiration": "2099-01-01T00:00:00Z"}
+        self.answer(json.dumps({**keys, **times}) if self.path.endswith("/nodes") else "nodes")
+
+    def answer(self, text):
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # whoever asked may have gone
+            self.wfile.write(text.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_slow_metadata_service_is_waited_for(monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_EC2_METADATA_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), SlowMetadata)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://127.0.0.1:{server.server_port}/")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    try:
+        assert s3()._request_signer._credentials.method == "iam-role"
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -15,6 +15,7 @@ from typing import IO, Any
 from mics.errors import RunRefusedError
 
 SCHEME = "s3://"
+METADATA_SECONDS, METADATA_ATTEMPTS = 5, 4
 READ_BYTES = 8 << 20  # one range request; sequential reads ask for as much at a time
 PART_BYTES = 64 << 20  # of a multipart upload: memory of each open writer, and 10,000 parts = 625 GiB a file at most
 
@@ -40,6 +41,7 @@ def s3() -> S3Client:
     """
     try:
         import boto3
+        import botocore.session
         import smart_open  # noqa: F401  (said now, not at the first write)
         from botocore.config import Config
     except ImportError as error:
@@ -52,8 +54,12 @@ def s3() -> S3Client:
         max_pool_connections=32,
         s3={"addressing_style": "path"} if own_endpoint else None,  # only AWS's hosts have bucket names
     )
+    # botocore asks the metadata service once, for a second: too little where all ranks of a node ask it at one time.
+    session = botocore.session.get_session()
+    session.set_config_variable("metadata_service_timeout", METADATA_SECONDS)
+    session.set_config_variable("metadata_service_num_attempts", METADATA_ATTEMPTS)
     with readable("S3"):
-        return boto3.Session().client("s3", config=config)
+        return boto3.Session(botocore_session=session).client("s3", config=config)
 
 
 @contextmanager
