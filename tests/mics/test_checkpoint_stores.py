@@ -191,7 +191,7 @@ def test_a_new_checkpoint_stays_though_later_ones_lie_there(root):
 
 
 class SlowMetadata(BaseHTTPRequestHandler):
-    """An instance metadata service that takes longer than botocore waits by itself."""
+    """An instance metadata service (version 2 alone) that takes longer than botocore waits by itself."""
 
     def do_PUT(self):
         time.sleep(1.5)
@@ -200,10 +200,11 @@ class SlowMetadata(BaseHTTPRequestHandler):
     def do_GET(self):
         keys = {"Code": "Success", "Type": "AWS-HMAC", "AccessKeyId": "a", "SecretAccessKey": "s", "Token": "t"}
         times = {"LastUpdated": "2030-01-01T00:00:00Z", "Expiration": "2099-01-01T00:00:00Z"}
-        self.answer(json.dumps({**keys, **times}) if self.path.endswith("/nodes") else "nodes")
+        code = 200 if "X-aws-ec2-metadata-token" in self.headers else 401
+        self.answer(json.dumps({**keys, **times}) if self.path.endswith("/nodes") else "nodes", code)
 
-    def answer(self, text):
-        self.send_response(200)
+    def answer(self, text, code=200):
+        self.send_response(code)
         self.end_headers()
         with contextlib.suppress(OSError):  # whoever asked may have gone
             self.wfile.write(text.encode())
@@ -222,7 +223,9 @@ def test_a_slow_metadata_service_is_waited_for(monkeypatch):
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://127.0.0.1:{server.server_port}/")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     try:
-        assert s3()._request_signer._credentials.method == "iam-role"
+        credentials = s3()._request_signer._credentials
+        assert credentials
+        assert credentials.method == "iam-role"
     finally:
         server.shutdown()
         server.server_close()
