@@ -8,15 +8,11 @@ import torch
 import torch.distributed as dist
 from mics.collectives import (
     STAGES,
-    FlatGather,
-    FlatReduceScatter,
-    HierarchicalGather,
-    HierarchicalReduceScatter,
     Meter,
     reduce_scatter,
     ring_reduce_scatter,
 )
-from mics.sharding import connect
+from mics.sharding import collectives_of, connect
 from mics.topology import RankGrid
 
 RANKS = 8
@@ -37,12 +33,8 @@ def compare_all():
     lonely = connect(RankGrid(RANKS, 1, 4, hierarchical=True))  # one device per node: nothing to do inside
     same = {}
     for name, connection in {"flat": flat, "2 x 2": column, "2 x 4": whole, "4 x 1": lonely}.items():
-        meter, shard = connection.meter, connection.shard
-        if name == "flat":
-            gather, scatter = FlatGather(meter), FlatReduceScatter(meter)
-        else:
-            gather = HierarchicalGather(meter, shard, connection.across, connection.inside)
-            scatter = HierarchicalReduceScatter(meter, connection.across, connection.inside)
+        shard = connection.shard
+        gather, scatter = collectives_of(connection)
         for elements in SIZES:
             for dtype in DTYPES:
                 expected, output = (
@@ -51,7 +43,7 @@ def compare_all():
                 )
                 mine = output.narrow(0, shard.rank() * elements, elements)  # a view into the output, as FSDP2 does
                 dist.all_gather_single(expected, mine.clone(), group=shard)
-                gather(output, mine, shard)
+                gather(output, mine, shard).wait()
                 same[name, "gather", elements, dtype] = torch.equal(output, expected)
 
                 full = rank_values(elements * shard.size(), dtype)
@@ -81,9 +73,9 @@ def ring_in_place():
 def small_group_gather():
     """A hierarchical gather that is called with another group than the partition group gathers flat."""
     connection = connect(RankGrid(RANKS, 2, 8, hierarchical=True))
-    gather = HierarchicalGather(connection.meter, connection.shard, connection.across, connection.inside)
+    gather, _ = collectives_of(connection)
     output = torch.zeros(2)
-    gather(output, torch.full((1,), float(dist.get_rank())), connection.inside)
+    gather(output, torch.full((1,), float(dist.get_rank())), connection.groups.inside).wait()
     counts = connection.meter.take()
     return output.tolist(), {stage: count.calls for stage, count in counts.items()}
 
@@ -162,6 +154,7 @@ def test_hop2_does_not_count_the_wait_for_the_one_before(meter, monkeypatch):
     instants = iter([0.0, 5.0, 1.0, 9.0])  # mark, end, mark, end
     monkeypatch.setattr(meter, "_now", lambda: next(instants))
     meter._hop2_end = -1.0
+    meter._on_cuda = True
     for _ in range(2):
         meter.mark()
         meter.hop2(Group((0, 2), 2), 1000)

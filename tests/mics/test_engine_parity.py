@@ -103,6 +103,7 @@ def train_cells(cells):
                 before = len(all_reduces)
                 with boundary(model, last=micro == MICRO_STEPS - 1):
                     (summed_loss(model, *batch_of(step, micro, dist.get_rank())) / tokens_of(step)).backward()
+                connection.settle()
                 micro_steps.append((len(all_reduces) - before, connection.meter.take()))
             norm = clip(model, MAX_NORM)
             assert type(norm) is torch.Tensor

@@ -107,7 +107,9 @@ def slowed():
             with timer.part("compute"), boundary(model, last=micro == 1):
                 model(torch.ones(2, 8)).sum().backward()
         seconds = time.perf_counter() - began
-        mine = rank_step(0.1 * dist.get_rank(), dist.get_rank() == 1, 2**40, timer.take(), connection.meter.take())
+        meter = connection.meter
+        exposed_seconds, stages = meter.take_exposed_seconds(), meter.take()
+        mine = rank_step(0.1 * dist.get_rank(), dist.get_rank() == 1, 2**40, timer.take(), stages, exposed_seconds)
         ranks = exchange(mine, device)
         steps.append((mine, ranks, slow_ranks(ranks, grid, step_seconds=seconds)))
     return steps[1:]

@@ -8,16 +8,21 @@ mirror image: inside the node first, so that only 1/k of the bytes cross nodes.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
+from mics.lanes import Lane
 from mics.topology import Group
 from mics.traffic import crosses_node
 
@@ -68,6 +73,8 @@ class Meter:
     A collective over a group that spans nodes is counted as `_across`, one on a single node as `_inside`; a flat
     collective is a single stage. Seconds are wall-clock on CPU; on CUDA they lie between events on the stream of the
     collective, and only `take` waits for them. Stages may overlap, so their seconds do not add up to the step.
+
+    Several threads may count at the same time.
     """
 
     def __init__(self, devices_per_node: int, device: str = "cpu") -> None:
@@ -77,37 +84,66 @@ class Meter:
         self._traffic_bytes = dict.fromkeys(STAGES, 0)
         self._seconds = dict.fromkeys(STAGES, 0.0)
         self._open: deque[tuple[StageName, tuple[_Instant, ...], _Instant]] = deque()  # stage, starts, end
-        self._mark = self._hop2_end = self._now()
-        self._position: tuple[int, StageName | None] = (0, None)
+        self._hop2_end = self._now()
+        self._marks: dict[int, _Instant] = {}  # by thread
+        self._lock = threading.Lock()
+        self._ended, self._running = 0, list[StageName]()
+        self._exposed_seconds = 0.0
 
     def current(self) -> tuple[int, StageName | None]:
-        """Collectives so far, and the one that the host is in now; another thread may ask. Hop 2 is seen at its end."""
-        return self._position
+        """Collectives so far, and one that the host is in now, the oldest; another thread may ask. Hop 2 is seen at its
+        end."""
+        with self._lock:
+            return self._ended, self._running[0] if self._running else None
+
+    def wait_for(self, collective: Future[None]) -> None:
+        """Wait for a collective in a lane, and count the time for which the computation stands still."""
+        started = time.perf_counter()
+        try:
+            collective.result()
+        finally:
+            self._exposed_seconds += time.perf_counter() - started
+
+    def take_exposed_seconds(self) -> float:
+        """Seconds of `wait_for` since the last call."""
+        seconds, self._exposed_seconds = self._exposed_seconds, 0.0
+        return seconds
+
+    def spans_nodes(self, group: dist.ProcessGroup) -> bool:
+        return len({rank // self._devices_per_node for rank in group_ranks(group)}) > 1
 
     @contextmanager
     def ring_pass(self, kind: Pass, group: dist.ProcessGroup, message_bytes: int) -> Iterator[None]:
         """Count the gather or reduce-scatter in the body: `message_bytes` is the size of its larger buffer."""
-        spans = len({rank // self._devices_per_node for rank in group_ranks(group)}) > 1
-        stage: StageName = f"{kind}_{'across' if spans else 'inside'}"  # type: ignore[assignment]  # one of STAGES
-        self._position = self._position[0], stage
+        stage: StageName = f"{kind}_{'across' if self.spans_nodes(group) else 'inside'}"  # type: ignore[assignment]  # one of STAGES
+        with self._lock:
+            self._running.append(stage)
         start = self._now()
-        yield
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.remove(stage)
         self._add(stage, ring_traffic_bytes(group, message_bytes, self._devices_per_node), start)
 
     def mark(self) -> None:
         """Note the moment before a hop 2: FSDP2 issues it itself, so only the moments around it can be seen."""
-        self._mark = self._now()
+        self._marks[threading.get_ident()] = self._now()
 
     def hop2(self, group: dist.ProcessGroup, message_bytes: int) -> None:
         """Count one all-reduce of `message_bytes`, ended just now. It began at the last `mark`, or after the one before
         where that ended later: on CUDA they queue on a stream of their own."""
-        one_pass_bytes = ring_traffic_bytes(group, message_bytes, self._devices_per_node)
-        self._hop2_end = self._add("hop2", 2 * one_pass_bytes, self._mark, self._hop2_end)
+        traffic_bytes = 2 * ring_traffic_bytes(group, message_bytes, self._devices_per_node)
+        mark = self._marks[threading.get_ident()]
+        # In lanes they do not queue
+        starts = (mark, self._hop2_end) if self._on_cuda else (mark,)
+        self._hop2_end = self._add("hop2", traffic_bytes, *starts)
 
     def take(self) -> dict[StageName, StageCount]:
         """The counts since the last call, for every stage; then starts from zero."""
-        while self._open:
-            self._fold()
+        with self._lock:
+            while self._open:
+                self._fold()
         counts = {s: StageCount(self._calls[s], self._traffic_bytes[s], self._seconds[s]) for s in STAGES}
         self._calls = dict.fromkeys(STAGES, 0)
         self._traffic_bytes = dict.fromkeys(STAGES, 0)
@@ -116,13 +152,14 @@ class Meter:
 
     def _add(self, stage: StageName, traffic_bytes: int, *starts: _Instant) -> _Instant:
         """Count a collective that begins at the last of `starts` and has just ended; returns its end."""
-        self._position = self._position[0] + 1, None
-        self._calls[stage] += 1
-        self._traffic_bytes[stage] += traffic_bytes
         end = self._now()
-        self._open.append((stage, starts, end))
-        if len(self._open) > _OPEN_INTERVALS:  # nobody takes: the oldest has long ended, so this does not wait
-            self._fold()
+        with self._lock:
+            self._ended += 1
+            self._calls[stage] += 1
+            self._traffic_bytes[stage] += traffic_bytes
+            self._open.append((stage, starts, end))
+            if len(self._open) > _OPEN_INTERVALS:  # nobody takes: the oldest has long ended, so this does not wait
+                self._fold()
         return end
 
     def _fold(self) -> None:
@@ -163,15 +200,48 @@ def ring_reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.P
         return
     received = torch.empty_like(mine)
     for step in range(1, size):
-        sent = chunks[(position - step) % size]
         into = chunks[(position - step - 1) % size]
-        exchange = [
-            dist.P2POp(dist.isend, sent, group=group, group_peer=(position + 1) % size),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=(position - 1) % size),
-        ]
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
+        _pass_on(chunks[(position - step) % size], received, group)
         torch.add(into, received, out=total if step == size - 1 else into)
+
+
+def ring_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Put the input of every member of the group into `output`, in the order of the group.
+
+    output  [g * m], contiguous
+    input   [m]; may be this rank's chunk of `output` itself
+
+    Every rank sends (g-1)/g of the message to its successor. gloo's own gather does too, but into a buffer of its own,
+    which it then copies. Source: the second half of the same ring.
+    """
+    size, position = group.size(), group.rank()
+    chunks = output.view(-1).chunk(size)
+    if chunks[position].data_ptr() != input.data_ptr():
+        chunks[position].copy_(input.view(-1))
+    for step in range(1, size):
+        _pass_on(chunks[(position - step + 1) % size], chunks[(position - step) % size], group)
+
+
+def _pass_on(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Send to the successor in the ring while receiving from the predecessor."""
+    size, position = group.size(), group.rank()
+    for work in (
+        dist.isend(sent, group=group, group_dst=(position + 1) % size),
+        dist.irecv(received, group=group, group_src=(position - 1) % size),
+    ):
+        assert work is not None
+        work.wait()
+
+
+def gather(
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """The ring on CPU, the backend's own elsewhere."""
+    if input.device.type == "cpu":
+        ring_gather(output, input, group)
+        return None
+    work: dist.Work | None = dist.all_gather_single(output, input, group=group, async_op=async_op)
+    return work
 
 
 def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp) -> None:
@@ -188,11 +258,40 @@ def size_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-class FlatGather(AllGather):
-    """FSDP2's gather in one stage."""
+class LaneWork(dist.Work):
+    """A collective in a lane, as FSDP2 waits for it."""
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, collective: Future[None], meter: Meter) -> None:
+        super().__init__()
+        self._collective, self._meter = collective, meter
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until it has ended; raises what it raised. The timeout that counts is that of the process group."""
+        self._meter.wait_for(self._collective)
+        return True
+
+
+@dataclass(frozen=True)
+class GatherLanes:
+    """CPU only: where gathers run. One lane for each kind of group, so that the stage of one gather inside the node
+    runs while the next gather crosses nodes."""
+
+    across: Lane
+    inside: Lane
+
+    def close(self) -> None:
+        self.across.close()
+        self.inside.close()
+
+
+class FlatGather(AllGather):
+    """FSDP2's gather in one stage.
+
+    lanes  CPU only: every gather runs in one of them, whatever `async_op` says; wait for what the call returns
+    """
+
+    def __init__(self, meter: Meter, lanes: GatherLanes | None = None) -> None:
+        self._meter, self._lanes = meter, lanes
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -200,18 +299,41 @@ class FlatGather(AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        with self._meter.ring_pass("gather", group, size_bytes(output_tensor)):
-            work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        return work
+        if self._lanes is None:
+            return self._pass(output_tensor, input_tensor, group, async_op)
+        lane = self._lanes.across if self._meter.spans_nodes(group) else self._lanes.inside
+        return LaneWork(lane.submit(partial(self._wait_pass, output_tensor, input_tensor, group)), self._meter)
+
+    def _pass(
+        self, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
+        with self._meter.ring_pass("gather", group, size_bytes(output)):
+            return gather(output, input, group, async_op)
+
+    def _wait_pass(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        group: dist.ProcessGroup,
+        after: Future[None] | None = None,
+    ) -> None:
+        if after is not None:
+            after.result()
+        self._pass(output, input, group, async_op=False)
 
 
 class HierarchicalGather(FlatGather):
     """FSDP2's gather in two stages, both in place: across nodes into my column, then the columns inside the node."""
 
     def __init__(
-        self, meter: Meter, shard: dist.ProcessGroup, across: dist.ProcessGroup, inside: dist.ProcessGroup
+        self,
+        meter: Meter,
+        shard: dist.ProcessGroup,
+        across: dist.ProcessGroup,
+        inside: dist.ProcessGroup,
+        lanes: GatherLanes | None = None,
     ) -> None:
-        super().__init__(meter)
+        super().__init__(meter, lanes)
         self._shard, self._across, self._inside = shard, across, inside
 
     def __call__(
@@ -220,14 +342,18 @@ class HierarchicalGather(FlatGather):
         if group is not self._shard:  # a smaller group, with reshard_after_forward=<int>
             return super().__call__(output_tensor, input_tensor, group, async_op)
         column = column_of(output_tensor, self._inside)
-        # Ordered on the caller's stream. With async_op only the second stage leaves it, so FSDP2's own way (which calls
-        # this on its gather stream, without async_op) hides both stages and an explicit unshard(async_op=True) one.
-        super().__call__(column, input_tensor, self._across)
-        return super().__call__(output_tensor, column, self._inside, async_op)
+        if self._lanes is None:
+            # Ordered on the caller's stream. With async_op only the second stage leaves it, so FSDP2's own way (which
+            # calls this on its gather stream, without async_op) hides both stages and unshard(async_op=True) one.
+            self._pass(column, input_tensor, self._across, async_op=False)
+            return self._pass(output_tensor, column, self._inside, async_op)
+        first = self._lanes.across.submit(partial(self._wait_pass, column, input_tensor, self._across))
+        second = partial(self._wait_pass, output_tensor, column, self._inside, after=first)
+        return LaneWork(self._lanes.inside.submit(second), self._meter)
 
 
 class FlatReduceScatter(ReduceScatter):
-    """FSDP2's reduce-scatter in one stage: hop 1."""
+    """FSDP2's reduce-scatter in one stage: hop 1. On CPU it has ended when the call returns."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter

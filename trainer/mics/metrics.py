@@ -43,7 +43,7 @@ class RankStep:
     stopping         it was asked to end (SIGTERM)
     interface_bytes  sent by its node's interface; 0 where another rank of the node reads it, or none does
     memory_bytes     see `memory_bytes`
-    *_seconds        see `mics.timer`; on CPU, where collectives block, compute is without them
+    *_seconds        see `mics.timer`; compute on CPU is without the waits for collectives
     """
 
     loss: float
@@ -63,16 +63,16 @@ def rank_step(
     interface_bytes: int,
     seconds: Mapping[Part, float],
     stages: Mapping[StageName, StageCount],
+    exposed_seconds: float,
 ) -> RankStep:
-    """This rank's measurements: `seconds` from `StepTimer.take`, `stages` from `Meter.take`."""
-    blocking = 0.0 if torch.cuda.is_available() else sum(count.seconds for count in stages.values())
+    """This rank's measurements: `seconds` from `StepTimer.take`, the rest from `Meter`."""
     return RankStep(
         loss,
         stopping,
         interface_bytes,
         memory_bytes(),
         seconds["data"],
-        max(0.0, seconds["compute"] - blocking),
+        max(0.0, seconds["compute"] - exposed_seconds),
         seconds["forward"],
         seconds["optimizer"],
         stages,

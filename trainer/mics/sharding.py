@@ -14,34 +14,42 @@ micro-steps of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from mics.collectives import (
     FlatGather,
     FlatReduceScatter,
+    GatherLanes,
     HierarchicalGather,
     HierarchicalReduceScatter,
     Meter,
     group_ranks,
     size_bytes,
 )
+from mics.lanes import Lane
 from mics.strategies import Reshard, check_reshard
 from mics.topology import Group, RankGrid, group_of
 
 M = TypeVar("M", bound=nn.Module)
+REDUCE_LANES = 2
+BLOCKS_AHEAD = 2  # that a forward pass on CPU gathers: one crosses the network while the model waits for the other
 
 
 class ReplicaMismatchError(RuntimeError):
@@ -49,24 +57,83 @@ class ReplicaMismatchError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Connection:
+class Groups:
     """This rank's process groups on one rank grid.
 
     shard      the partition group
     replicate  the replication group; None where there is one replica
     across     hierarchical only: the ranks with my local rank, one on each node of my partition group
     inside     hierarchical only: the ranks of my partition group on my node
-    timeout    of each collective in these groups; None = the backend's default
     """
 
-    grid: RankGrid
-    mesh: DeviceMesh
     shard: dist.ProcessGroup
     replicate: dist.ProcessGroup | None
     across: dist.ProcessGroup | None
     inside: dist.ProcessGroup | None
+
+    def destroy(self) -> None:
+        for group in (self.inside, self.across, self.replicate, self.shard):
+            if group is not None:
+                dist.destroy_process_group(group)
+
+
+class ReduceLane:
+    """CPU only: where both hops of a block run while the next block's backward pass computes.
+
+    Its process groups are its own: ranks need not agree on the order of its collectives among those of other lanes.
+    One reduction at a time is under way, as on a GPU (`reduce_scatter_max_input_buffers`).
+    """
+
+    def __init__(self, groups: Groups, meter: Meter) -> None:
+        self.groups = groups
+        self._lane, self._meter = Lane("reduce"), meter
+        self._last: Future[None] | None = None
+
+    def submit(self, reduction: Callable[[], None]) -> None:
+        """Start it after the one before; raises what that one raised."""
+        self.wait()
+        self._last = self._lane.submit(reduction)
+
+    def wait(self) -> None:
+        if self._last is not None:
+            last, self._last = self._last, None
+            self._meter.wait_for(last)
+
+    def close(self) -> None:
+        self._lane.close()
+        self.groups.destroy()
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What `connect` makes of a rank grid on this rank.
+
+    groups        also those of the mesh
+    timeout       of each collective; None = the backend's default
+    gather_lanes  CPU only: where gathers run, in `groups`
+    reduce_lanes  CPU only: blocks take them in turns, so that one block's hop 1 runs beside another's hop 2
+    """
+
+    grid: RankGrid
+    mesh: DeviceMesh
+    groups: Groups
     timeout: timedelta | None
     meter: Meter
+    gather_lanes: GatherLanes | None
+    reduce_lanes: tuple[ReduceLane, ...]
+
+    def settle(self) -> None:
+        """Wait for the reductions that are under way: between micro-steps there may be some (CPU)."""
+        for lane in self.reduce_lanes:
+            lane.wait()
+
+    @property
+    def shard(self) -> dist.ProcessGroup:
+        return self.groups.shard
+
+    @property
+    def replicate(self) -> dist.ProcessGroup | None:
+        return self.groups.replicate
 
 
 def connect(grid: RankGrid, *, device: str = "cpu", timeout: timedelta | None = None) -> Connection:
@@ -79,18 +146,27 @@ def connect(grid: RankGrid, *, device: str = "cpu", timeout: timedelta | None = 
     """
     if dist.get_world_size() != grid.world_size:
         raise ValueError(f"the grid is for {grid.world_size} ranks, the process group has {dist.get_world_size()}")
-    partition, replication = grid.partition_groups(), grid.replication_groups()
-    shard = _my_group(partition, timeout)
-    replicate = _my_group(replication, timeout) if grid.replicas > 1 else None
-    across = _my_group(grid.across_groups(), timeout) if grid.hierarchical else None
-    inside = _my_group(grid.inside_groups(), timeout) if grid.hierarchical else None
-    if replicate is None:
-        mesh = DeviceMesh.from_group(shard, device, mesh=list(partition[0]), mesh_dim_names=("shard",))
+    groups, partition = _my_groups(grid, timeout), grid.partition_groups()
+    if groups.replicate is None:
+        mesh = DeviceMesh.from_group(groups.shard, device, mesh=list(partition[0]), mesh_dim_names=("shard",))
     else:
-        rows = torch.tensor(partition)
-        mesh = DeviceMesh.from_group([replicate, shard], device, mesh=rows, mesh_dim_names=("replicate", "shard"))
+        rows, names = torch.tensor(partition), ("replicate", "shard")
+        mesh = DeviceMesh.from_group([groups.replicate, groups.shard], device, mesh=rows, mesh_dim_names=names)
     meter = Meter(grid.devices_per_node, device)
-    return Connection(grid, mesh, shard, replicate, across, inside, timeout, meter)
+    if device != "cpu":
+        return Connection(grid, mesh, groups, timeout, meter, None, ())
+    gather_lanes = GatherLanes(Lane("gather across"), Lane("gather inside"))
+    reduce_lanes = tuple(ReduceLane(_my_groups(grid, timeout), meter) for _ in range(REDUCE_LANES))
+    return Connection(grid, mesh, groups, timeout, meter, gather_lanes, reduce_lanes)
+
+
+def _my_groups(grid: RankGrid, timeout: timedelta | None) -> Groups:
+    return Groups(
+        shard=_my_group(grid.partition_groups(), timeout),
+        replicate=_my_group(grid.replication_groups(), timeout) if grid.replicas > 1 else None,
+        across=_my_group(grid.across_groups(), timeout) if grid.hierarchical else None,
+        inside=_my_group(grid.inside_groups(), timeout) if grid.hierarchical else None,
+    )
 
 
 def _my_group(groups: Iterable[Group], timeout: timedelta | None) -> dist.ProcessGroup:
@@ -108,10 +184,13 @@ def _my_group(groups: Iterable[Group], timeout: timedelta | None) -> dist.Proces
 
 def disconnect(connection: Connection) -> None:
     """Give the groups of a connection back. Collective over the world."""
+    connection.settle()
     dist.barrier()  # a fast rank would close connections that a slow one still reads: gloo aborts then, at times
-    for group in (connection.inside, connection.across, connection.replicate, connection.shard):
-        if group is not None:
-            dist.destroy_process_group(group)
+    if connection.gather_lanes:
+        connection.gather_lanes.close()
+    for lane in connection.reduce_lanes:
+        lane.close()
+    connection.groups.destroy()
 
 
 def apply(
@@ -151,6 +230,8 @@ def apply(
         module.set_custom_reduce_scatter(reduce_scatter)
         if connection.replicate is not None:
             module.set_all_reduce_hook(_count_hop2(connection.meter, connection.replicate))
+    if connection.reduce_lanes:
+        _overlap(model, blocks, connection)
     # Without it a parameter that gets no gradient in one micro-step shifts all that follow it in the reduce buffer.
     _root(model).set_reduce_scatter_unused_params(True)
     if reshard == "step":
@@ -178,11 +259,103 @@ def _share_copies(blocks: Iterable[nn.Module], connection: Connection, devices: 
 
 
 def collectives_of(connection: Connection) -> tuple[FlatGather, FlatReduceScatter]:
-    """The gather and the reduce-scatter of hop 1 that belong to its grid."""
-    meter, shard, across, inside = connection.meter, connection.shard, connection.across, connection.inside
-    if across is None or inside is None:
-        return FlatGather(meter), FlatReduceScatter(meter)
-    return HierarchicalGather(meter, shard, across, inside), HierarchicalReduceScatter(meter, across, inside)
+    """The gather and the reduce-scatter of hop 1 that belong to its grid. On CPU the gather runs in lanes."""
+    meter, groups, lanes = connection.meter, connection.groups, connection.gather_lanes
+    reduce_scatter = _reduce_scatter_of(groups, meter)
+    if groups.across is None or groups.inside is None:
+        return FlatGather(meter, lanes), reduce_scatter
+    return HierarchicalGather(meter, groups.shard, groups.across, groups.inside, lanes), reduce_scatter
+
+
+def _reduce_scatter_of(groups: Groups, meter: Meter) -> FlatReduceScatter:
+    if groups.across is None or groups.inside is None:
+        return FlatReduceScatter(meter)
+    return HierarchicalReduceScatter(meter, groups.across, groups.inside)
+
+
+def _overlap(model: nn.Module, blocks: Sequence[nn.Module], connection: Connection) -> None:
+    """Let gathers and reductions on CPU run in lanes while the model computes.
+
+    FSDP2 gathers the next block of a backward pass ahead by itself; for the forward pass it has to be told.
+    """
+    order, lanes = [_root(module) for module in (model, *blocks)], connection.reduce_lanes
+    for index, module in enumerate(order):
+        lane = lanes[index % len(lanes)]
+        module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + BLOCKS_AHEAD])
+        module.set_custom_reduce_scatter(_reduce_scatter_of(lane.groups, connection.meter))
+        for group in _parameter_groups([cast(nn.Module, module)]):
+            group.__class__ = _OverlappedGroup
+            cast(_OverlappedGroup, group).lane = lane
+
+
+class _OverlappedGroup(FSDPParamGroup):
+    """FSDP2's parameter group, with reductions in a lane. FSDP2 itself overlaps by streams, which a CPU has not.
+
+    Gradients of micro-steps before the boundary are not waited for: the next one starts to gather at once.
+    """
+
+    lane: ReduceLane
+
+    def post_backward(self, *unused: Any) -> None:
+        """As in torch 2.13, without streams and events."""
+        if not self.reduce_grads:
+            super().post_backward()
+            return
+        self._training_state = TrainingState.POST_BACKWARD
+        for parameter in self.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+        gradients = [(p, g) for p in self.fsdp_params if (g := self._take_gradient(p)) is not None]
+        if self.reshard_after_backward:
+            self.reshard()
+        if gradients:
+            self.lane.submit(partial(self._reduce, gradients, self.all_reduce_grads))
+
+    def finalize_backward(self) -> None:
+        if self.all_reduce_grads:
+            self.lane.wait()
+        super().finalize_backward()  # type: ignore[no-untyped-call]  # torch
+
+    def _reset_iter_state(self) -> None:
+        self.lane.wait()
+        super()._reset_iter_state()
+
+    def _take_gradient(self, parameter: FSDPParam) -> torch.Tensor | None:
+        if not hasattr(parameter, "_unsharded_param"):
+            return None
+        if parameter.unsharded_accumulated_grad is not None:
+            gradient = parameter.unsharded_accumulated_grad_data
+            parameter.unsharded_accumulated_grad = None
+        elif parameter.unsharded_param.grad is not None:
+            gradient = parameter.unsharded_grad_data
+            parameter.unsharded_param.grad = None
+        elif self.reduce_scatter_unused_params and parameter.unsharded_param.requires_grad:
+            gradient = parameter.unsharded_zero_grad_data
+        else:
+            return None
+        return gradient
+
+    def _reduce(self, gradients: list[tuple[FSDPParam, torch.Tensor]], last: bool) -> None:
+        """Hop 1, and where this is the `last` micro-step hop 2. Empties `gradients` once they are copied."""
+        stream, groups = self.comm_ctx.reduce_scatter_stream, self.lane.groups
+        parameters, values = [p for p, _ in gradients], [g for _, g in gradients]
+        gradients.clear()
+        *_, self._partial_reduce_output = foreach_reduce(
+            parameters,
+            values,
+            groups.shard,
+            stream,
+            self._reduce_scatter_comm,
+            self._orig_dtype,
+            self._reduce_dtype,
+            self.device,
+            self.gradient_divide_factor,
+            groups.replicate,
+            stream,
+            last,
+            self._partial_reduce_output,
+            self._all_reduce_hook,
+            self.force_sum_reduction_for_comms,
+        )
 
 
 def _count_hop2(meter: Meter, replicate: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:

@@ -171,7 +171,7 @@ def train(
             if due(number, every=t.validation.every, last=number == t.steps):
                 at(number, "validation", long=True)
                 record["validation_loss"] = validation_loss(job)
-                job.timer.take(), job.connection.meter.take()  # not part of the next step
+                _mine(job, loss, stopping=stopping)  # not part of the next step
             if log:
                 log.write(record)
                 for slow in patience.lasting(slow_ranks(ranks, run.grid, step_seconds=seconds)):
@@ -197,7 +197,9 @@ def train(
 
 
 def _mine(job: Job, loss: float, *, stopping: bool) -> RankStep:
-    return rank_step(loss, stopping, job.interface.take(), job.timer.take(), job.connection.meter.take())
+    meter = job.connection.meter
+    exposed_seconds = meter.take_exposed_seconds()
+    return rank_step(loss, stopping, job.interface.take(), job.timer.take(), meter.take(), exposed_seconds)
 
 
 def scheduled(run: RunConfig, done: int) -> float:

@@ -78,7 +78,9 @@ def _passes(connection: Connection, block_bytes: float, device: torch.device) ->
     part = torch.zeros(mine, device=device)
 
     def passes() -> None:
-        gather(whole, whole.narrow(0, shard.rank() * mine, mine), shard)
+        work = gather(whole, whole.narrow(0, shard.rank() * mine, mine), shard)
+        if work is not None:
+            work.wait()
         reduce_scatter(part, whole, shard, dist.ReduceOp.SUM)
 
     return passes
