@@ -78,20 +78,21 @@ def tiny_run(tmp_path):
 
 @pytest.fixture
 def start_trainers(tmp_path):
-    """start_trainers(run, node_environments=()): the trainer's processes of all nodes, in one session, as a Popen.
+    """start_trainers(run, node_environments=(), program="mics.train"): the trainer's processes of all nodes, in one
+    session, as a Popen.
 
     Its stdout ends with the JSON list of exit codes by rank. The run folder is tmp_path / "run".
     """
     started = []
 
-    def start(run, node_environments=(), deadline_s=60):
+    def start(run, node_environments=(), deadline_s=60, program="mics.train"):
         folder = tmp_path / "run"
         folder.mkdir(exist_ok=True)
         (folder / "run.json").write_text(run.to_json())
         environments = json.dumps(list(node_environments) or [{}] * run.nodes)
         numbers = [str(number) for number in (run.nodes, run.devices_per_node, deadline_s)]
         process = subprocess.Popen(
-            [sys.executable, str(TRAINERS), str(folder / "run.json"), *numbers, environments],
+            [sys.executable, str(TRAINERS), program, str(folder / "run.json"), *numbers, environments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

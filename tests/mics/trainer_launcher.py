@@ -1,10 +1,12 @@
-"""Run the whole trainer on one machine: `python trainer_launcher.py CONFIG NODES DEVICES DEADLINE_S NODE_ENVIRONMENTS`.
+"""Run one of the trainer's programs on one machine, such as mics.train:
+`python trainer_launcher.py PROGRAM CONFIG NODES DEVICES DEADLINE_S NODE_ENVIRONMENTS`.
 
 Like torchrun on every node, but with one import of torch: the ranks are forked. NODE_ENVIRONMENTS is a JSON list with
 one object of extra variables per node. SIGTERM and SIGINT are passed on to the ranks. The last line of stdout is a JSON
 list of exit codes by rank.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -12,7 +14,6 @@ import socket
 import sys
 
 import torch._dynamo  # noqa: F401  (the first optimizer would import it, once per rank: seconds each)
-from mics.train import main as train
 
 
 def free_port():
@@ -21,11 +22,11 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run_rank(config, deadline_s, environment):
+def run_rank(program, config, deadline_s, environment):
     signal.alarm(deadline_s)
     os.environ.update(environment)
     try:
-        code = train(["--config", config])
+        code = program(["--config", config])
     except SystemExit as end:
         code = end.code
     sys.stdout.flush()
@@ -34,7 +35,8 @@ def run_rank(config, deadline_s, environment):
 
 
 def main():
-    config, nodes, devices, deadline_s, node_environments = sys.argv[1:]
+    name, config, nodes, devices, deadline_s, node_environments = sys.argv[1:]
+    program = importlib.import_module(name).main
     nodes, devices = int(nodes), int(devices)
     port = free_port()
     children = []
@@ -51,7 +53,7 @@ def main():
         pid = os.fork()
         if pid == 0:
             try:
-                run_rank(config, int(deadline_s), environment)
+                run_rank(program, config, int(deadline_s), environment)
             finally:  # not reached without an exception
                 sys.excepthook(*sys.exc_info())
                 os._exit(1)

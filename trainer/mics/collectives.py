@@ -3,7 +3,8 @@
 FSDP2 hands a gather one flat output buffer in the rank order of the partition group, and an input that is a view into
 it. A hierarchical rank grid makes the node the fast axis of that order. So the gather across nodes fills one
 contiguous column of the buffer and the gather inside the node fills the rest, both in place. The reduce-scatter is the
-mirror image: inside the node first, so that only 1/k of the bytes cross nodes.
+mirror image: inside the node first, so that only 1/k of the bytes cross nodes. On CPU both stages run at once, in
+pieces (`mics.relay`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from mics.lanes import Lane
+from mics.messages import receive, send
+from mics.relay import relay_gather, relay_reduce_scatter
 from mics.topology import Group
 from mics.traffic import crosses_node
 
@@ -96,7 +99,7 @@ class Meter:
         with self._lock:
             return self._ended, self._running[0] if self._running else None
 
-    def wait_for(self, collective: Future[None]) -> None:
+    def wait_for(self, collective: Future[Any]) -> None:
         """Wait for a collective in a lane, and count the time for which the computation stands still."""
         started = time.perf_counter()
         try:
@@ -199,9 +202,12 @@ def ring_reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.P
             total.copy_(mine)
         return
     received = torch.empty_like(mine)
+    before, after = (position - 1) % size, (position + 1) % size
     for step in range(1, size):
         into = chunks[(position - step - 1) % size]
-        _pass_on(chunks[(position - step) % size], received, group)
+        arrival, sent = receive(received, before, group), send(chunks[(position - step) % size], after, group)
+        arrival.wait()
+        sent.wait()
         torch.add(into, received, out=total if step == size - 1 else into)
 
 
@@ -218,18 +224,14 @@ def ring_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGr
     chunks = output.view(-1).chunk(size)
     if chunks[position].data_ptr() != input.data_ptr():
         chunks[position].copy_(input.view(-1))
-    for step in range(1, size):
-        _pass_on(chunks[(position - step + 1) % size], chunks[(position - step) % size], group)
-
-
-def _pass_on(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Send to the successor in the ring while receiving from the predecessor."""
-    size, position = group.size(), group.rank()
-    for work in (
-        dist.isend(sent, group=group, group_dst=(position + 1) % size),
-        dist.irecv(received, group=group, group_src=(position - 1) % size),
-    ):
-        assert work is not None
+    before, after = (position - 1) % size, (position + 1) % size
+    # All of them ahead: gloo sends nothing before it knows that the other side is ready for it.
+    arrivals = [receive(chunks[(position - step) % size], before, group) for step in range(1, size)]
+    sent = []
+    for step, arrival in enumerate(arrivals):
+        sent.append(send(chunks[(position - step) % size], after, group))
+        arrival.wait()
+    for work in sent:
         work.wait()
 
 
@@ -246,12 +248,16 @@ def gather(
 
 def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp) -> None:
     """The ring on CPU, the backend's own elsewhere (NCCL's is a ring). Raises ValueError for another op than SUM."""
-    if op != dist.ReduceOp.SUM:
-        raise ValueError(f"hop 1 sums gradients; {op} is not supported")
+    check_sums(op)
     if input.device.type == "cpu":
         ring_reduce_scatter(output, input, group)
     else:
         dist.reduce_scatter_single(output, input, op=op, group=group)
+
+
+def check_sums(op: ReduceOp) -> None:
+    if op != dist.ReduceOp.SUM:
+        raise ValueError(f"hop 1 sums gradients; {op} is not supported")
 
 
 def size_bytes(tensor: torch.Tensor) -> int:
@@ -261,7 +267,7 @@ def size_bytes(tensor: torch.Tensor) -> int:
 class LaneWork(dist.Work):
     """A collective in a lane, as FSDP2 waits for it."""
 
-    def __init__(self, collective: Future[None], meter: Meter) -> None:
+    def __init__(self, collective: Future[Any], meter: Meter) -> None:
         super().__init__()
         self._collective, self._meter = collective, meter
 
@@ -273,8 +279,7 @@ class LaneWork(dist.Work):
 
 @dataclass(frozen=True)
 class GatherLanes:
-    """CPU only: where gathers run. One lane for each kind of group, so that the stage of one gather inside the node
-    runs while the next gather crosses nodes."""
+    """CPU only: where gathers run. Those inside a node do not queue behind those that cross nodes."""
 
     across: Lane
     inside: Lane
@@ -302,24 +307,13 @@ class FlatGather(AllGather):
         if self._lanes is None:
             return self._pass(output_tensor, input_tensor, group, async_op)
         lane = self._lanes.across if self._meter.spans_nodes(group) else self._lanes.inside
-        return LaneWork(lane.submit(partial(self._wait_pass, output_tensor, input_tensor, group)), self._meter)
+        return LaneWork(lane.submit(partial(self._pass, output_tensor, input_tensor, group)), self._meter)
 
     def _pass(
-        self, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+        self, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         with self._meter.ring_pass("gather", group, size_bytes(output)):
             return gather(output, input, group, async_op)
-
-    def _wait_pass(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        group: dist.ProcessGroup,
-        after: Future[None] | None = None,
-    ) -> None:
-        if after is not None:
-            after.result()
-        self._pass(output, input, group, async_op=False)
 
 
 class HierarchicalGather(FlatGather):
@@ -341,15 +335,21 @@ class HierarchicalGather(FlatGather):
     ) -> dist.Work | None:
         if group is not self._shard:  # a smaller group, with reshard_after_forward=<int>
             return super().__call__(output_tensor, input_tensor, group, async_op)
+        if self._lanes is not None:
+            return LaneWork(self._lanes.across.submit(partial(self._relay, output_tensor, input_tensor)), self._meter)
         column = column_of(output_tensor, self._inside)
-        if self._lanes is None:
-            # Ordered on the caller's stream. With async_op only the second stage leaves it, so FSDP2's own way (which
-            # calls this on its gather stream, without async_op) hides both stages and unshard(async_op=True) one.
-            self._pass(column, input_tensor, self._across, async_op=False)
-            return self._pass(output_tensor, column, self._inside, async_op)
-        first = self._lanes.across.submit(partial(self._wait_pass, column, input_tensor, self._across))
-        second = partial(self._wait_pass, output_tensor, column, self._inside, after=first)
-        return LaneWork(self._lanes.inside.submit(second), self._meter)
+        # Ordered on the caller's stream. With async_op only the second stage leaves it, so FSDP2's own way (which calls
+        # this on its gather stream, without async_op) hides both stages and an explicit unshard(async_op=True) one.
+        self._pass(column, input_tensor, self._across)
+        return self._pass(output_tensor, column, self._inside, async_op)
+
+    def _relay(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        column = column_of(output, self._inside)
+        with (
+            self._meter.ring_pass("gather", self._across, size_bytes(column)),
+            self._meter.ring_pass("gather", self._inside, size_bytes(output)),
+        ):
+            relay_gather(output, input, self._across, self._inside)
 
 
 class FlatReduceScatter(ReduceScatter):
@@ -387,8 +387,16 @@ class HierarchicalReduceScatter(FlatReduceScatter):
 
     def _stages(self, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp) -> None:
         column = column_of(input, self._inside)
-        super()._stages(column, input, self._inside, op)
-        super()._stages(output, column, self._across, op)
+        if input.device.type != "cpu":
+            super()._stages(column, input, self._inside, op)
+            super()._stages(output, column, self._across, op)
+            return
+        check_sums(op)
+        with (
+            self._meter.ring_pass("hop1", self._inside, size_bytes(input)),
+            self._meter.ring_pass("hop1", self._across, size_bytes(column)),
+        ):
+            relay_reduce_scatter(output, input, self._across, self._inside)
 
 
 def column_of(buffer: torch.Tensor, inside: dist.ProcessGroup) -> torch.Tensor:

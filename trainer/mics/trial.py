@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
-from mics.sharding import Connection, collectives_of, connect, disconnect
+from mics.sharding import Connection, connect, disconnect
 from mics.topology import RankGrid
+from mics.turns import Pass, gather_pass, in_turns, memory_for, reduce_scatter_pass
 
 REPEATS = 50  # of each form at most; more do not move the median
 
@@ -49,52 +48,24 @@ def hierarchical_pays(
         raise ValueError(f"a trial needs a grid with and without hierarchy, got {grid_hierarchical} and {grid_flat}")
     started = time.perf_counter()
     connections = [connect(grid, device=device.type) for grid in (grid_flat, grid_hierarchical)]
-    forms = [_passes(connection, block_bytes, device) for connection in connections]
+    memory = memory_for(block_bytes, grid_flat.world_size, device)
+    forms = [_both(connection, block_bytes, memory) for connection in connections]
     for form in forms:
         form()
-    measured: list[list[float]] = []
-    out_of_time = False
-    while not out_of_time and len(measured) < REPEATS:
-        order = forms if len(measured) % 2 else forms[::-1]  # what slows one form down by its place slows both
-        taken = {form: _seconds_of(form, device) for form in order}
-        row = torch.tensor([*(taken[form] for form in forms), time.perf_counter() - started], dtype=torch.float64)
-        row = row.to(device)
-        dist.all_reduce(row, op=dist.ReduceOp.MAX)
-        *both, elapsed = row.tolist()
-        measured.append(both)
-        out_of_time = elapsed >= seconds
+    measured = in_turns(forms, repeats=REPEATS, enough=lambda: time.perf_counter() - started >= seconds, device=device)
     for connection in connections:
         disconnect(connection)
     flat, hierarchical = (statistics.median(column) for column in zip(*measured, strict=True))
     return Trial(flat, hierarchical, len(measured))
 
 
-def _passes(connection: Connection, block_bytes: float, device: torch.device) -> Callable[[], None]:
-    """One gather and one reduce-scatter of `block_bytes`, as FSDP2 calls them."""
-    gather, reduce_scatter = collectives_of(connection)
-    shard = connection.shard
-    mine = -(-int(block_bytes) // (4 * shard.size()))  # fp32 elements
-    whole = torch.zeros(mine * shard.size(), device=device)
-    part = torch.zeros(mine, device=device)
+def _both(connection: Connection, block_bytes: float, memory: torch.Tensor) -> Pass:
+    """One gather and one reduce-scatter of a block."""
+    gather = gather_pass(connection, block_bytes, memory)
+    reduce_scatter = reduce_scatter_pass(connection, block_bytes, memory)
 
-    def passes() -> None:
-        work = gather(whole, whole.narrow(0, shard.rank() * mine, mine), shard)
-        if work is not None:
-            work.wait()
-        reduce_scatter(part, whole, shard, dist.ReduceOp.SUM)
+    def both() -> None:
+        gather()
+        reduce_scatter()
 
-    return passes
-
-
-def _seconds_of(form: Callable[[], None], device: torch.device) -> float:
-    dist.barrier()
-    _finish(device)
-    started = time.perf_counter()
-    form()
-    _finish(device)
-    return time.perf_counter() - started
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return both

@@ -1,0 +1,147 @@
+"""Train the same model in several ways on the same machines, in turns, and measure each step.
+
+torchrun starts the processes, as for mics.train:
+
+  torchrun --nnodes NODES --nproc-per-node DEVICES -m mics.bench --config run.json
+
+The model, the batch and the machines stand in run.json; its strategy, partition, data, accumulation and steps do not
+count. What is compared stands in bench.json beside it. Their folder gets metrics.jsonl: one line of JSON per entry and
+step. Tokens are random, so no data is needed.
+
+Exit codes, each but 0 with a line on stderr that says why:
+  0   done
+  2   run.json or bench.json cannot be used on these machines
+  73  metrics.jsonl cannot be written
+  74  a rank stood still for longer than limits.step_seconds; the folder `stall` has every rank's stack
+Anything else is a crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mics import settings
+from mics.bench.contender import Setting
+from mics.bench.deepspeed import check_deepspeed
+from mics.bench.rounds import race
+from mics.config import RunConfig
+from mics.entries import BenchConfig, Entry, grid_of
+from mics.errors import RunFolderError, RunRefusedError
+from mics.metrics import InterfaceCounter
+from mics.ranks import Place, check_place, collective_timeout, join, leave, meet, node_names, place_of, together
+from mics.train import At, nowhere
+from mics.watch import Watch
+
+REFUSED, UNSAVED = 2, 73
+ERROR_SECONDS = 60.0  # that a rank with an error waits for the others to have it too
+
+
+def read(config: Path) -> tuple[RunConfig, BenchConfig]:
+    """run.json, and bench.json beside it. Raises RunRefusedError."""
+    bench = config.with_name("bench.json")
+    try:
+        return RunConfig.read(config), BenchConfig.read(bench)
+    except (OSError, ValueError) as error:
+        raise RunRefusedError(f"{config} and {bench.name}: {error}") from error
+
+
+def check(config: BenchConfig, run: RunConfig, device: torch.device) -> None:
+    """Raises RunRefusedError where the nodes of this run cannot have one of the entries."""
+    if config.emulated_compute_seconds and device.type != "cpu":
+        raise RunRefusedError("emulated computation waits on the host, which says nothing about a GPU")
+    for entry in config.entries:
+        _check(entry, run)
+
+
+def _check(entry: Entry, run: RunConfig) -> None:
+    try:
+        grid_of(entry, nodes=run.nodes, devices_per_node=run.devices_per_node)
+        if entry.strategy.startswith("deepspeed-"):
+            check_deepspeed(run)
+        if entry.strategy.startswith("fsdp2") and run.precision == "fp16":
+            raise ValueError("FSDP2 as it comes has no loss scale, which fp16 needs")
+    except (ValueError, RunRefusedError) as error:
+        raise RunRefusedError(f"entry {entry.name}: {error}") from error
+
+
+def readable(line: Mapping[str, Any], *, steps: int) -> str:
+    """A line of metrics.jsonl for people. Pure."""
+    sent = line["counted_bytes"] if line["traffic_bytes"] is None else line["traffic_bytes"]
+    return (
+        f"step {line['step']}/{steps}  round {line['round']}{' (warm-up)' if line['warmup'] else ''}  {line['entry']}  "
+        f"{line['step_seconds']:.2f} s  loss {float('nan') if line['loss'] is None else line['loss']:.4f}"
+        + ("" if sent is None else f"  sent {sent / 1e6:.1f} MB/node")
+    )
+
+
+def append(path: Path, text: str) -> None:
+    """Raises RunFolderError."""
+    try:
+        with path.open("a") as file:
+            file.write(text)
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def bench(
+    run: RunConfig, config: BenchConfig, folder: Path, place: Place, device: torch.device, at: At = nowhere
+) -> None:
+    """Measure every entry; rank 0 writes metrics.jsonl in `folder`. Collective over all ranks, after `join`.
+
+    Raises RunRefusedError on all of them where one cannot have its part, RunFolderError on rank 0 alone.
+    """
+    together(lambda: check(config, run, device), place)
+    interface = together(lambda: InterfaceCounter(run.interface, reads=place.local_rank == 0), place)
+    path, steps = folder / "metrics.jsonl", (config.warmup_steps + config.steps) * len(config.entries)
+    if place.rank == 0:
+        path.unlink(missing_ok=True)
+    for line in race(config, Setting(run, place, device, config.emulated_compute_seconds), interface, at):
+        if place.rank == 0:
+            append(path, json.dumps(line) + "\n")
+            sys.stdout.write(readable(line, steps=steps) + "\n")
+            sys.stdout.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m mics.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, required=True, metavar="run.json", help="the run; bench.json beside it")
+    config: Path = parser.parse_args(arguments).config
+    try:
+        _run(*read(config), config.parent)
+    except RunRefusedError as error:  # on every rank or on none, so one of each node may say it
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            sys.stderr.write(f"mics: {error}\n")
+        if dist.is_initialized():
+            leave(ERROR_SECONDS)
+        return REFUSED
+    except RunFolderError as error:  # this rank alone knows, so the others cannot leave with it
+        sys.stderr.write(f"mics: {error}\n")
+        return UNSAVED
+    leave()
+    return 0
+
+
+def _run(run: RunConfig, config: BenchConfig, folder: Path) -> None:
+    place = place_of(os.environ)
+    check_place(place, nodes=run.nodes, devices_per_node=run.devices_per_node)
+    if run.train.deterministic:
+        settings.deterministic()
+    timeout = collective_timeout(run.train.limits)
+    store = meet(place, os.environ, timeout=timeout)
+    with Watch(store, place, node_names(run), run.train.limits, folder) as watch:
+        bench(run, config, folder, place, join(place, store, timeout=timeout), watch.at)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
