@@ -16,7 +16,15 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = {"micsctl": REPOSITORY / "micsctl", "mics": REPOSITORY / "trainer" / "mics"}
 
-PURE_MICS = {"mics.shapes", "mics.topology", "mics.strategies", "mics.traffic", "mics.config"}
+PURE_MICS = {
+    "mics.shapes",
+    "mics.topology",
+    "mics.strategies",
+    "mics.traffic",
+    "mics.config",
+    "mics.entries",
+    "mics.probes",
+}
 VALUES = re.compile(r"micsctl\.(\w+\.model|aws\.settings)")
 SINGLE_FILES = {"errors", "duration", "home", "spec", "resources"}
 DOES_IO = {

@@ -28,7 +28,7 @@ still costs money), 7 health gate, 8 the remote job failed, 130 Ctrl-C.
 def build() -> typer.Typer:
     import typer
 
-    from micsctl.cli import clusters, demo, runs, sandbox, setup
+    from micsctl.cli import bench, clusters, demo, runs, sandbox, setup
     from micsctl.cli.options import with_options
 
     app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -59,6 +59,14 @@ def build() -> typer.Typer:
     for command in (sandbox.start, sandbox.status, sandbox.stop, sandbox.fault):
         boxes.command(name=command.__name__)(with_options(command))
     app.add_typer(boxes, name="sandbox")
+    benches = typer.Typer(
+        help="Measure what the strategies send and cost, on a cluster or on this machine.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    )
+    for command in (bench.strategies, bench.traffic, bench.collectives, bench.scaling):
+        benches.command(name=command.__name__)(with_options(command))
+    app.add_typer(benches, name="bench")
     return app
 
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from micsctl.cli import signals
 from micsctl.cli.options import Options
+from micsctl.cli.own import OwnSession, everything_ends, leftovers, require_extras, writable
 from micsctl.cli.render import Render, RunView
-from micsctl.cli.session import Session
-from micsctl.errors import ExitCode, Interrupted, JobError, MicsctlError, PartialError, UsageError
+from micsctl.errors import ExitCode, JobError, MicsctlError
 from micsctl.home import Home, hold
 from micsctl.report import clusters as cluster_report
 from micsctl.report import demo as demo_report
@@ -29,21 +23,10 @@ if TYPE_CHECKING:
     from mics.config import RunConfig
 
     from micsctl.remote.host import Host
-    from micsctl.spec import Spec
     from micsctl.topology.model import Topology
 
 _KILL_AFTER_STEP = 12
 _KILLED_RANK = 5
-
-
-class DemoSession(Session):
-    """A session with the default spec and a home of its own, so that it meets no other sandbox or cluster."""
-
-    @cached_property
-    def spec(self) -> Spec:
-        from micsctl.spec import Spec
-
-        return Spec()
 
 
 def demo(
@@ -54,19 +37,21 @@ def demo(
 
     Sandbox, up, topology, plan, training with ZeRO-3 and with MiCS, a crash and its resume, down.
     """
+    from micsctl.spec import Spec
+
     render = Render(json=options.json, verbose=options.verbose, quiet=options.quiet)
-    session = DemoSession(options, render, Home(Home.find().folder / "demo"))
-    _require_extras()
-    _writable(output)
+    session = OwnSession(options, render, Home(Home.find().folder / "demo"), Spec())
+    require_extras({"torch": "trainer", "moto": "sandbox", "matplotlib": "report"}, "the demo", "make demo")
+    writable(output, "micsctl demo")
     started = time.monotonic()
-    with hold(session.files.lock, "a demo"), _everything_ends(session):
+    with hold(session.files.lock, "a demo"), everything_ends(session, "the demo"):
         stage, zero3, mics = _train_both(session)
         comparison = demo_report.table(stage, zero3, mics)
         render.table(comparison)
         (output / "report.html").write_text(demo_report.html(stage, zero3, mics), encoding="utf-8")
         render.note(f"  wrote {output / 'report.html'}")
         left_in_cloud = _down(session)
-    left_here = _leftovers(session)
+    left_here = leftovers(session)
     found = demo_report.result(
         stage, zero3, mics, seconds=time.monotonic() - started, leftovers=left_in_cloud + left_here
     )
@@ -76,7 +61,7 @@ def demo(
         raise typer.Exit(ExitCode.FAILURE)
 
 
-def _train_both(session: DemoSession) -> tuple[demo_report.Stage, Curve, Curve]:
+def _train_both(session: OwnSession) -> tuple[demo_report.Stage, Curve, Curve]:
     from micsctl.cluster.up import up
     from micsctl.remote.ssh import open_hosts
 
@@ -112,7 +97,7 @@ def _train_both(session: DemoSession) -> tuple[demo_report.Stage, Curve, Curve]:
     return stage, zero3, mics
 
 
-def _plan(session: DemoSession, topology: Topology) -> int:
+def _plan(session: OwnSession, topology: Topology) -> int:
     from micsctl.planner.machines import machines_from
     from micsctl.planner.plan import plan
 
@@ -122,7 +107,7 @@ def _plan(session: DemoSession, topology: Topology) -> int:
     return made.partition_size
 
 
-def _run(session: DemoSession, hosts: list[Host], topology: Topology, strategy: str) -> Curve:
+def _run(session: OwnSession, hosts: list[Host], topology: Topology, strategy: str) -> Curve:
     from micsctl.runs.prepare import prepare
 
     config = prepare(session.spec.train, topology, hosts, strategy=strategy)
@@ -130,7 +115,7 @@ def _run(session: DemoSession, hosts: list[Host], topology: Topology, strategy: 
     return curve(strategy, [_metrics(hosts, config)])
 
 
-def _run_with_a_crash(session: DemoSession, hosts: list[Host], topology: Topology) -> Curve:
+def _run_with_a_crash(session: OwnSession, hosts: list[Host], topology: Topology) -> Curve:
     """MiCS, one rank killed on the way, gone on from the checkpoint."""
     from micsctl.runs.prepare import prepare
 
@@ -170,7 +155,7 @@ class Killer(RunView):
 
 
 def _start_and_follow(
-    session: DemoSession, hosts: list[Host], topology: Topology, config: RunConfig, view: RunView
+    session: OwnSession, hosts: list[Host], topology: Topology, config: RunConfig, view: RunView
 ) -> None:
     from micsctl.runs.follow import follow
     from micsctl.runs.launch import start
@@ -188,69 +173,10 @@ def _metrics(hosts: list[Host], config: RunConfig) -> list[dict[str, Any]]:
     return parse_metrics(hosts[0].read(f".micsctl/runs/{config.run_id}/metrics.jsonl") or "")
 
 
-def _down(session: DemoSession) -> int:
+def _down(session: OwnSession) -> int:
     """Take the cluster down; the number of resources that are still there."""
     from micsctl.aws.inventory import resources
     from micsctl.cluster.down import down
 
     down(session.aws, session.spec.name, session.files, report=session.render)
     return len(resources(session.aws, session.spec.name))
-
-
-def _leftovers(session: DemoSession) -> int:
-    from micsctl.sandbox import control
-
-    left = control.leftovers(session.home)
-    for kind, names in asdict(left).items():
-        for name in names:
-            session.render.note(f"  left behind: {kind}: {name}")
-    return left.total
-
-
-@contextmanager
-def _everything_ends(session: DemoSession) -> Iterator[None]:
-    """Whatever happens inside, the sandbox and all that ran in it are gone afterwards."""
-    from micsctl.sandbox import control
-
-    gone = "nothing is left of the demo; nothing costs money"
-    try:
-        yield
-    except (KeyboardInterrupt, Interrupted):
-        raise Interrupted("the demo was stopped by Ctrl-C", costs=gone) from None
-    except PartialError as error:  # what it lists goes below
-        raise MicsctlError(error.what, error.why, costs=gone) from error
-    except UsageError:
-        raise
-    except MicsctlError as error:
-        error.costs, error.next = gone, ""
-        raise
-    finally:
-        with signals.ignored():  # a second Ctrl-C must not stop the cleaning
-            with session.render.phase("sandbox stop"):
-                control.stop(session.home)
-            shutil.rmtree(session.home.folder, ignore_errors=True)
-
-
-def _require_extras() -> None:
-    """Before minutes are spent. Raises UsageError that names all that is missing, not one after the other."""
-    needed = {"torch": "trainer", "moto": "sandbox", "matplotlib": "report"}
-    missing = [f"{module} (extra {extra})" for module, extra in needed.items() if not find_spec(module)]
-    if missing:
-        raise UsageError(
-            "the demo needs more than the base install",
-            f"missing: {', '.join(missing)}",
-            next="make demo   or   pip install '.[trainer,sandbox,report]'   in a checkout of micsctl",
-        )
-
-
-def _writable(folder: Path) -> None:
-    """Make the folder and try it, before minutes are spent."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".probe"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise UsageError(
-            f"cannot write into {folder}", error.strerror or str(error), next="micsctl demo --output"
-        ) from None

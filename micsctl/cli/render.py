@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import datetime, timedelta
@@ -131,6 +131,8 @@ class RunView:
                 _say(self._bar)
 
     def metrics(self, line: dict[str, Any]) -> None:
+        if "step_seconds" not in line:  # of a benchmark that makes no steps
+            return
         self._seconds.append(line["step_seconds"])
         self._skipped += line.get("skipped", False)
         if line.get("validation_loss") is not None:
@@ -160,6 +162,34 @@ class RunView:
     def _clear(self) -> None:
         if self._live:
             _say("\r\x1b[K")
+
+
+class BenchView(RunView):
+    """Shows a benchmark as it goes: each measurement on a line, on a terminal a bar with the time that is left.
+
+    words  a measurement in words
+    """
+
+    def __init__(self, render: Render, measurements: int, words: Callable[[dict[str, Any]], str]) -> None:
+        super().__init__(render, measurements)
+        self._words, self._done, self._first_at = words, 0, 0.0
+
+    def output(self, line: str) -> None:
+        """Rank 0 says what the measurements say as well."""
+        if self._render.verbose:
+            self._clear()
+            self._render.note(f"  {line}")
+
+    def metrics(self, line: dict[str, Any]) -> None:
+        self._done += 1
+        now = time.monotonic()
+        self._first_at = self._first_at or now
+        if not self._live:
+            self._render.note(f"  {self._done}/{self._steps}  {self._words(line)}")
+            return
+        seconds = (self._steps - self._done) * (now - self._first_at) / max(1, self._done - 1)
+        left = f"{format_seconds(seconds)} left  " if 1 < self._done < self._steps else ""
+        self._draw(self._done, left + self._words(line))
 
 
 def _say(text: str) -> None:

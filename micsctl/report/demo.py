@@ -12,6 +12,10 @@ from micsctl.report.table import Table, format_bytes, format_seconds
 LOSS_FALLS_BY = 0.4
 LOSSES_AGREE_TO = 1e-4
 TRAFFIC_AGREES_TO = 0.02
+ON_REAL_CLUSTERS = (
+    "On real clusters expect less against a ZeRO-3 that overlaps: p3dn 1.4-1.7x, p4d 1.0-1.35x, p5 usually little"
+    " (predicted)"
+)
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,7 @@ def caption(stage: Stage) -> str:
     if not stage.shaped:
         return f"{source} Links are not shaped here, so seconds say nothing about networks."
     return (
-        f"{source} Seconds are an illustration: CPU/gloo, emulated {stage.link_mbps} Mbit/s links. On real clusters"
-        " expect less against a ZeRO-3 that overlaps: p3dn 1.4-1.7x, p4d 1.0-1.35x, p5 usually little (predicted)."
+        f"{source} Seconds are an illustration: CPU/gloo, emulated {stage.link_mbps} Mbit/s links. {ON_REAL_CLUSTERS}."
     )
 
 

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 _PAPER = "#fdfcf9"  # as the page of templates/report.html.j2
 _SOURCES = {"interface": "at the interface", "counted": "counted in the trainer"}
-_COLOURS = ("#b3541e", "#1f5f8b", "#4f7942", "#6b4c8a")
+COLOURS = ("#b3541e", "#1f5f8b", "#4f7942", "#6b4c8a")
 
 
 def losses(curves: Sequence[Curve]) -> str:
     """Loss over steps, overlaid: equal curves lie on each other, so the first is drawn wide, the later ones dashed."""
-    figure, axes = _figure(7.5, 3.6)
+    figure, axes = figure_of(7.5, 3.6)
     for number, curve in enumerate(curves):
         style: dict[str, Any] = (
             {"linewidth": 5, "alpha": 0.35} if number == 0 else {"linewidth": 1.8, "linestyle": "--"}
         )
-        axes.plot(curve.steps, curve.losses, color=_COLOURS[number % 4], label=curve.strategy, **style)
+        axes.plot(curve.steps, curve.losses, color=COLOURS[number % 4], label=curve.strategy, **style)
         if curve.resumed_step:
             axes.axvline(curve.resumed_step - 0.5, color="#888888", linewidth=1, linestyle=":")
             axes.annotate(
@@ -35,16 +35,16 @@ def losses(curves: Sequence[Curve]) -> str:
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per byte)")
     axes.legend(frameon=False)
-    return _svg(figure)
+    return svg(figure)
 
 
 def traffic(curves: Sequence[Curve]) -> str:
     """Bytes sent per node and step: what was measured beside the formula."""
-    figure, axes = _figure(7.5, 1.0 + 0.8 * len(curves))
+    figure, axes = figure_of(7.5, 1.0 + 0.8 * len(curves))
     for number, curve in enumerate(curves):
         measured, formula = curve.median_traffic_bytes / 1e6, curve.traffic_formula_bytes / 1e6
-        axes.barh(number - 0.19, measured, height=0.36, color=_COLOURS[number % 4], label=None)
-        axes.barh(number + 0.19, formula, height=0.36, color=_COLOURS[number % 4], alpha=0.35)
+        axes.barh(number - 0.19, measured, height=0.36, color=COLOURS[number % 4], label=None)
+        axes.barh(number + 0.19, formula, height=0.36, color=COLOURS[number % 4], alpha=0.35)
         axes.text(
             measured, number - 0.19, f" {measured:.1f} MB {_SOURCES[curve.traffic_source]}", va="center", fontsize=9
         )
@@ -53,7 +53,7 @@ def traffic(curves: Sequence[Curve]) -> str:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.3 * max(max(c.median_traffic_bytes, c.traffic_formula_bytes) for c in curves) / 1e6)
     axes.set_xlabel("MB sent per node and optimizer step")
-    return _svg(figure)
+    return svg(figure)
 
 
 def require_matplotlib() -> type[Figure]:
@@ -65,7 +65,7 @@ def require_matplotlib() -> type[Figure]:
     return Figure
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Any]:
+def figure_of(width: float, height: float) -> tuple[Figure, Any]:
     figure = require_matplotlib()(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.set_facecolor(_PAPER)
@@ -73,7 +73,7 @@ def _figure(width: float, height: float) -> tuple[Figure, Any]:
     return figure, axes
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
     stream = io.StringIO()
     figure.savefig(stream, format="svg", facecolor=_PAPER, metadata={"Date": None})
     text = stream.getvalue()

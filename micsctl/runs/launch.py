@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from micsctl.runs.state import list_runs
 from micsctl.runs.stop import stop
 from micsctl.topology.model import NodeFacts, Topology
 
+TRAINER = "mics.train"
 _FREE_PORT = (
     "import socket,sys; s=socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1);"
     " s.bind(('', int(sys.argv[1]))); print(s.getsockname()[1])"
@@ -35,9 +36,6 @@ def configure(
     trial_seconds  how long hierarchical and flat collectives may be compared at the start
     resume_from    folder with the checkpoints to go on from
     """
-    # EFA passes the kernel by, and what nodes send to themselves is no traffic: no counter says anything there
-    uncounted = any(node.interface == "lo" or node.efa_devices for node in topology.nodes)
-    interfaces = {node.interface for node in topology.nodes}
     names = {node.index: node.instance_id for node in topology.nodes}
     return RunConfig(
         run_id=run_id,
@@ -47,10 +45,20 @@ def configure(
         node_order=tuple(node.index for node in topology.nodes),
         node_names=tuple(names.get(index, "") for index in range(max(names) + 1)),
         trial_seconds=trial_seconds,
-        # counters can be read where each node has an interface of its own, with one name everywhere
-        interface=None if uncounted or len(interfaces) > 1 else interfaces.pop(),
+        interface=counted_interface(topology),
         resume_from=resume_from,
     )
+
+
+def counted_interface(topology: Topology) -> str | None:
+    """The network interface whose counters give the traffic; None where none does. Pure.
+
+    EFA passes the kernel by, and what nodes send to themselves is no traffic: no counter says anything there. It must
+    have one name everywhere.
+    """
+    uncounted = any(node.interface == "lo" or node.efa_devices for node in topology.nodes)
+    interfaces = {node.interface for node in topology.nodes}
+    return None if uncounted or len(interfaces) > 1 else interfaces.pop()
 
 
 def start(
@@ -58,11 +66,15 @@ def start(
     topology: Topology,
     config: RunConfig,
     *,
+    program: str = TRAINER,
+    files: Mapping[str, str] | None = None,
     own_code: Path | None = None,
     master_port: int | None = None,
 ) -> None:
     """Ship the code, write the run's folder and start it detached on every node, or on none.
 
+    program   module that each rank runs, with `--config RUN_FOLDER/run.json`
+    files     what lies beside run.json, by name
     own_code  the user's package with the model, sent along (`code.own_code`)
 
     Raises UsageError when a run is still going on these nodes (its devices are taken) or the port is in use.
@@ -79,13 +91,14 @@ def start(
 
     fanout.each(ordered, ship)
     scripts = {
-        node.index: start_script(config, topology, rank, port=port, code_hashes=tuple(packages))
+        node.index: start_script(config, topology, rank, port=port, code_hashes=tuple(packages), program=program)
         for rank, node in enumerate(topology.nodes)
     }
     folder = f".micsctl/runs/{config.run_id}"
 
     def prepare(host: Host) -> None:
-        host.write(f"{folder}/run.json", config.to_json())
+        for name, text in {**(files or {}), "run.json": config.to_json()}.items():
+            host.write(f"{folder}/{name}", text)
         host.write(f"{folder}/start.sh", scripts[host.index])
 
     def detach(host: Host) -> None:
@@ -100,7 +113,15 @@ def start(
         raise
 
 
-def start_script(config: RunConfig, topology: Topology, rank: int, *, port: int, code_hashes: Sequence[str]) -> str:
+def start_script(
+    config: RunConfig,
+    topology: Topology,
+    rank: int,
+    *,
+    port: int,
+    code_hashes: Sequence[str],
+    program: str = TRAINER,
+) -> str:
     """start.sh of the node with this place in the launch order. Rendezvous is static, on private addresses.
 
     code_hashes  of the trainer first: nobody's package may take the place of one of its modules
@@ -115,6 +136,7 @@ def start_script(config: RunConfig, topology: Topology, rank: int, *, port: int,
     )
     return templates.get_template("start.sh.j2").render(
         run_id=config.run_id,
+        program=program,
         python_path=":".join(f"$HOME/.micsctl/code/{code_hash}" for code_hash in code_hashes),
         environment=environment(node),
         node_index=node.index,

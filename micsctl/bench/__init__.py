@@ -1,0 +1,1 @@
+"""Benchmarks: what is compared, one job that measures it, and what the measurements say."""

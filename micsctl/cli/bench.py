@@ -1,0 +1,236 @@
+"""bench traffic, strategies, collectives, scaling."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from micsctl.bench.crossover import COMPUTE_LINK_MBPS, COMPUTE_PER_TRAFFIC, LINKS_MBPS
+from micsctl.cli.options import Options
+from micsctl.cli.own import writable
+from micsctl.cli.render import plain
+from micsctl.cli.session import Session
+from micsctl.cli.stage import Wish, in_own_sandbox, on_cluster, running
+from micsctl.errors import ExitCode
+from micsctl.report import bench as shown
+from micsctl.report.plot import require_matplotlib
+from micsctl.report.table import Table
+
+if TYPE_CHECKING:
+    from mics.config import TrainConfig
+    from mics.shapes import ModelShape
+
+    from micsctl.bench.stage import Job, Stage
+
+NODES, DEVICES, LINK_MBPS = 4, 2, 400  # of a sandbox of the benchmark's own
+SMALL = "gpt-3m"  # where seconds matter less than minutes
+
+Steps = Annotated[int, typer.Option(help="Rounds that count: in each, every strategy makes a step.", min=1)]
+Warmup = Annotated[int, typer.Option(help="Rounds before these.", min=0)]
+Output = Annotated[Path | None, typer.Option(help="Folder of report.html and result.json; default: bench/<name>.")]
+Model = Annotated[str | None, typer.Option(help="A preset; default: a GPT of 16.8 M parameters in equal blocks.")]
+Small = Annotated[str | None, typer.Option(help=f"A preset; default: {SMALL}.")]
+Nodes = Annotated[int | None, typer.Option(help=f"Of the benchmark's own sandbox; default: {NODES}.", min=1, max=64)]
+Devices = Annotated[int | None, typer.Option(help=f"Of each of its nodes; default: {DEVICES}.", min=1, max=8)]
+Link = Annotated[int | None, typer.Option(help=f"Mbit/s of its links; default: {LINK_MBPS}.", min=1, max=100_000)]
+Names = Annotated[str | None, typer.Option("--strategies", help="Only these: mics,zero3,deepspeed-zero3 ...")]
+
+
+def strategies(
+    options: Options,
+    names: Names = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Where it stops paying: zero3 against mics.")] = False,
+    links: Annotated[str, typer.Option(help="Of --sweep: Mbit/s.")] = LINKS_MBPS,
+    model: Model = None,
+    steps: Steps = 7,
+    warmup: Warmup = 3,
+    nodes: Nodes = None,
+    devices_per_node: Devices = None,
+    link_mbps: Link = None,
+    output: Output = None,
+) -> None:
+    """Compare strategies on the same model, data, seed and links.
+
+    Interleaved steps, medians and spread; bytes against the formula; losses that must be equal.
+    """
+    from micsctl.bench import cells, compare
+
+    chosen, rates = cells.chosen(names), cells.link_rates(links)
+    session, wish = Session.of(options), Wish(nodes, devices_per_node, link_mbps)
+    folder = _ready(output, "crossover" if sweep else "strategies")
+    if sweep:
+        _sweep(session, wish, rates, compare.model_of(model), folder, steps=steps, warmup=warmup)
+        return
+    with _stage(session, wish, model, default=cells.DEFAULT_MODEL) as stage:
+        possible, left_out = compare.possible(stage, chosen)
+        job = compare.strategies_job(stage, possible, steps=steps, warmup=warmup)
+    unshaped = None
+    if stage.own and stage.place.link_mbps:
+        place = stage.place
+        with in_own_sandbox(
+            session, stage.model, nodes=place.nodes, devices_per_node=place.ranks_per_node, link_mbps=None
+        ) as bare:
+            unshaped = compare.strategies_job(bare, possible, steps=steps, warmup=warmup)
+    found = compare.strategies(job, unshaped, left_out)
+    _answer(session, found, folder, shown.strategies_page(found), shown.verdict(found), shown.strategies(found))
+    if not found.losses_equal:
+        raise typer.Exit(ExitCode.FAILURE)
+
+
+def traffic(
+    options: Options,
+    names: Names = None,
+    model: Annotated[str | None, typer.Option(help="A preset; default: a GPT of 4.4 M parameters.")] = None,
+    steps: Steps = 2,
+    warmup: Warmup = 1,
+    nodes: Nodes = None,
+    devices_per_node: Annotated[
+        int | None, typer.Option(help="Of each of its nodes; default: 1, 2 and 4.", min=1, max=8)
+    ] = None,
+    link_mbps: Annotated[int | None, typer.Option(help="Mbit/s of its links; default: not shaped.", min=1)] = None,
+    output: Output = None,
+) -> None:
+    """Hold the bytes that leave each node against the formula.
+
+    Every strategy at every partition size, with 1 and 4 micro-steps; exit code 1 where one is outside.
+    """
+    from micsctl.bench import cells, compare
+
+    chosen, folder = cells.chosen(names), _ready(output, "traffic")
+    session, wish = Session.of(options), Wish(nodes, devices_per_node, link_mbps)
+    parts = []
+    for opened in _traffic_stages(session, wish, model):
+        with opened as stage:
+            parts.append(compare.traffic(stage, chosen, steps=steps, warmup=warmup))
+    found = compare.traffic_result(parts)
+    verdict = shown.traffic_verdict(found)
+    _answer(session, found, folder, shown.traffic_page(found), verdict, shown.traffic(found))
+    if not found.ok:
+        raise typer.Exit(ExitCode.FAILURE)
+
+
+def collectives(
+    options: Options,
+    steps: Annotated[int, typer.Option(help="Repeats of each collective at each size.", min=1)] = 7,
+    nodes: Nodes = None,
+    devices_per_node: Devices = None,
+    link_mbps: Link = None,
+    output: Output = None,
+) -> None:
+    """Time gathers, reduce-scatters and hop 2, flat and in two stages.
+
+    Latency and rate of each, and its share of what one TCP stream carries between two nodes.
+    """
+    from mics.probes import MeasureConfig
+
+    from micsctl.bench.collectives import result
+
+    folder = _ready(output, "collectives")
+    session, wish = Session.of(options), Wish(nodes, devices_per_node, link_mbps)
+    with _stage(session, wish, None, default=SMALL) as stage:
+        found = result(stage.measure(MeasureConfig(repeats=steps)), stage.place)
+    verdict = shown.collectives_verdict(found)
+    _answer(session, found, folder, shown.collectives_page(found), verdict, shown.collectives(found))
+
+
+def scaling(
+    options: Options,
+    sizes: Annotated[str, typer.Option(help="Numbers of nodes.")] = "1,2,4,8",
+    emulate_compute: Annotated[
+        bool, typer.Option("--emulate-compute", help="Ranks wait until compute : hop 2 is as predicted for bert-10b.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(help="Jobs of each size, interleaved.", min=1)] = 3,
+    model: Small = None,
+    steps: Steps = 2,
+    warmup: Warmup = 1,
+    devices_per_node: Devices = None,
+    link_mbps: Link = None,
+    output: Output = None,
+) -> None:
+    """Weak and strong scaling over numbers of nodes.
+
+    With --emulate-compute a diagnostic: compute is waited for, every byte of communication is real.
+    """
+    from micsctl.bench import cells, compare
+
+    asked, folder = cells.sizes(sizes, most=64), _ready(output, "scaling")
+    session, wish = Session.of(options), Wish(None, devices_per_node, link_mbps)
+    with _stage(session, wish, model, nodes=asked[-1], default=SMALL) as stage:
+        cells.sizes(sizes, most=stage.place.nodes)
+        found = compare.scale(stage, asked, steps=steps, warmup=warmup, rounds=rounds, emulate=emulate_compute)
+    _answer(session, found, folder, shown.scaling_page(found), found.notes, shown.scaling(found))
+
+
+def _sweep(
+    session: Session, wish: Wish, rates: Sequence[int], model: TrainConfig, folder: Path, *, steps: int, warmup: int
+) -> None:
+    """Always in sandboxes of its own: the links of a cluster that is up cannot be changed."""
+    from micsctl.bench import compare
+
+    shape = {"nodes": wish.nodes or NODES, "devices_per_node": wish.devices_per_node or DEVICES}
+
+    def on_links(link_mbps: int | None, ratios: Sequence[float | None] = (None,)) -> list[Job]:
+        with in_own_sandbox(session, model, **shape, link_mbps=link_mbps) as stage:
+            if link_mbps:
+                compare.require_shaped(stage)
+            return [
+                compare.crossover_job(stage, steps=steps, warmup=warmup, compute_per_traffic=ratio) for ratio in ratios
+            ]
+
+    [unshaped] = on_links(None)
+    over_links = [job for rate in rates for job in on_links(rate)]
+    over_compute = on_links(wish.link_mbps or COMPUTE_LINK_MBPS, COMPUTE_PER_TRAFFIC)
+    found = compare.crossover(unshaped, over_links, over_compute)
+    _answer(session, found, folder, shown.crossover_page(found), shown.crossover_verdict(found), shown.crossover(found))
+    (folder / "crossover.svg").write_text(shown.crossover_plot(found), encoding="utf-8")
+
+
+def _traffic_stages(session: Session, wish: Wish, model: str | None) -> list[AbstractContextManager[Stage]]:
+    """The cluster that is up; else one sandbox after the other, with different numbers of devices on a node."""
+    from micsctl.bench import cells, compare
+
+    if cluster := running(session):
+        return [
+            on_cluster(session, cluster, wish, compare.model_of(model, session.spec.train, default=cells.TRAFFIC_MODEL))
+        ]
+    trained = compare.model_of(model, default=cells.TRAFFIC_MODEL)
+    return [
+        in_own_sandbox(session, trained, nodes=nodes, devices_per_node=devices, link_mbps=wish.link_mbps)
+        for nodes, devices in cells.shapes(wish.nodes or NODES, wish.devices_per_node)
+    ]
+
+
+def _stage(
+    session: Session, wish: Wish, model: str | None, *, nodes: int = NODES, default: str | ModelShape
+) -> AbstractContextManager[Stage]:
+    from micsctl.bench import compare
+
+    if cluster := running(session):
+        return on_cluster(session, cluster, wish, compare.model_of(model, session.spec.train, default=default))
+    return in_own_sandbox(
+        session,
+        compare.model_of(model, default=default),
+        nodes=wish.nodes or nodes,
+        devices_per_node=wish.devices_per_node or DEVICES,
+        link_mbps=wish.link_mbps or LINK_MBPS,
+    )
+
+
+def _ready(output: Path | None, name: str) -> Path:
+    """The folder of the report, which can be written. Before minutes are spent."""
+    require_matplotlib()
+    folder = output or Path("bench") / name
+    writable(folder, "micsctl bench")
+    return folder
+
+
+def _answer(session: Session, found: Any, folder: Path, page: str, verdict: Sequence[str], table: Table) -> None:
+    (folder / "report.html").write_text(page, encoding="utf-8")
+    (folder / "result.json").write_text(json.dumps(plain(found), indent=2) + "\n", encoding="utf-8")
+    session.render.result(found, table, text="\n".join(verdict))
+    session.render.note(f"  wrote {folder / 'report.html'} and {folder / 'result.json'}")

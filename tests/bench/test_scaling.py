@@ -1,0 +1,135 @@
+"""Scaling, the sweep, and what the planner's models are asked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mics.entries import Entry
+
+from micsctl.bench import predicted, scaling
+from micsctl.bench.crossover import stops_at
+from micsctl.bench.formula import held_bytes, hop2_bytes, sent_bytes
+from micsctl.bench.model import PAYS_FROM, Point
+from micsctl.bench.result import steps_of
+
+from .conftest import SHAPED, lines
+
+sizes = st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=4, unique=True).map(sorted)
+
+
+@given(sizes)
+def test_strong_scaling_shares_out_one_batch(found: list[int]) -> None:
+    counts = {nodes: scaling.strong_micro_steps(nodes, found) for nodes in found}
+    assert len({nodes * count for nodes, count in counts.items()}) == 1
+    assert all(count >= 1 for count in counts.values())
+
+
+@given(st.floats(0.5, 5), st.floats(0.1, 10))
+def test_efficiency_is_one_where_nothing_is_lost(step: float, weather: float) -> None:
+    jobs = {}
+    for nodes in (1, 2, 4):
+        strong = step * scaling.strong_micro_steps(nodes, (1, 2, 4))
+        # the second round is slower for all: it changes no efficiency
+        jobs[nodes] = [
+            steps_of(lines({"weak": [0.1, step * w, step * w], "strong": [0.1, strong * w, strong * w]}))
+            for w in (1.0, weather)
+        ]
+    hop2 = {1: 0.0, 2: 10e6, 4: 15e6}
+    rows = scaling.rows(
+        (1, 2, 4), jobs, SHAPED, hop2_bytes=hop2, planned={2: 9.0, 4: 6.0}, compute_seconds=1.0, micro_steps=4
+    )
+    for row in rows:
+        assert row.weak_efficiency == pytest.approx(1.0)
+        assert row.strong_efficiency == pytest.approx(1.0)
+    assert rows[0].compute_per_hop2 is None  # no hop 2 on one node
+    assert rows[1].compute_per_hop2 == pytest.approx(4.0 / 0.2)  # 10 MB on 400 Mbit/s
+    assert [row.planned_compute_per_hop2 for row in rows] == [None, 9.0, 6.0]
+
+
+def test_a_step_twice_as_long_is_half_as_efficient() -> None:
+    jobs = {n: [steps_of(lines({"weak": [0, 1.0 * n], "strong": [0, 2.0]}))] for n in (1, 2)}
+    rows = scaling.rows(
+        (1, 2), jobs, SHAPED, hop2_bytes={1: 0.0, 2: 1e6}, planned={}, compute_seconds=None, micro_steps=4
+    )
+    assert (rows[1].weak_efficiency, rows[1].strong_efficiency) == (0.5, 0.5)
+
+
+def test_emulated_compute_is_nowhere_above_the_planned_ratio() -> None:
+    hop2, planned = {1: 0.0, 2: 10e6, 4: 15e6, 8: 17.5e6}, {2: 23.0, 4: 14.0, 8: 10.0}
+    seconds = scaling.emulated_compute_seconds(hop2, planned, SHAPED, micro_steps=4)
+    assert seconds is not None
+    ratios = {n: 4 * seconds / (sent * 8 / 400e6) for n, sent in hop2.items() if n > 1}
+    assert all(ratios[n] <= planned[n] * (1 + 1e-9) for n in ratios)
+    assert ratios[8] == pytest.approx(10.0)  # the tightest
+    assert scaling.emulated_compute_seconds(hop2, planned, replace(SHAPED, link_mbps=None), micro_steps=4) is None
+    assert scaling.emulated_compute_seconds({1: 0.0}, {}, SHAPED, micro_steps=4) is None
+
+
+def test_notes_say_what_is_emulated_and_what_says_nothing() -> None:
+    assert "Every byte of communication is real" in scaling.notes(SHAPED, 1.0)[0]
+    assert "say nothing" in scaling.notes(SHAPED, None)[0]
+    assert scaling.notes(replace(SHAPED, level="aws"), None) == ()
+
+
+def test_the_time_model_is_asked_for_fixed_work_on_each_device() -> None:
+    found = predicted.compute_per_hop2_of((1, 2, 4, 8))
+    assert set(found) == {2, 4, 8}
+    assert found[2] > found[4] > found[8] > 1  # the same compute, and a hop 2 that grows with 2 (r-1)/r
+
+
+def test_predictions_lie_where_the_plot_expects_them() -> None:
+    points = predicted.crossover()
+    assert {point.what.split(",")[0] for point in points} == {"p3dn", "p4d", "p5"}
+    assert all(0 < point.compute_per_traffic < math.inf and point.speedup >= 0.99 for point in points)
+
+
+falling = st.lists(st.floats(0.01, 100), min_size=2, max_size=8, unique=True).map(sorted)
+
+
+@given(falling, st.randoms())
+def test_where_it_stops_paying_lies_between_the_points(xs: list[float], random) -> None:  # type: ignore[no-untyped-def]
+    points = [Point(x, 3.0 if number < len(xs) // 2 else 1.0, "") for number, x in enumerate(xs)]
+    random.shuffle(points)
+    found = stops_at(points)
+    assert found is not None
+    assert xs[len(xs) // 2 - 1] <= found * (1 + 1e-9)
+    assert found <= xs[len(xs) // 2] * (1 + 1e-9)
+
+
+def test_it_may_pay_everywhere_or_nowhere() -> None:
+    assert stops_at([Point(1.0, 2.0, ""), Point(9.0, PAYS_FROM, "")]) is None
+    assert stops_at([Point(1.0, 1.0, "")]) == 0.0
+    assert stops_at([]) is None
+    assert stops_at([Point(1.0, 1.2, ""), Point(4.0, 1.0, "")]) == pytest.approx(2.0)
+
+
+def test_bytes_by_formula_are_those_of_the_known_run() -> None:
+    """16.8 M parameters on 4 x 2 ranks, s = 4: zero3 sends 705 MB, mics at p = k 101 MB."""
+    from micsctl.bench.cells import DEFAULT_MODEL
+
+    mics, zero3 = Entry("m", "mics", 2), Entry("z", "zero3", 8)
+    root = 4 * DEFAULT_MODEL.root_parameters * 4 * 7 / 8  # gathered once a micro-step, not twice
+    whole = 4 * 3 * 7 / 8 * 4 * DEFAULT_MODEL.parameters
+    assert sent_bytes(zero3, DEFAULT_MODEL, "fp32", SHAPED) == pytest.approx(whole - root)
+    assert sent_bytes(mics, DEFAULT_MODEL, "fp32", SHAPED) == pytest.approx(1.5 * 4 * DEFAULT_MODEL.parameters)
+    assert hop2_bytes(mics, DEFAULT_MODEL, "fp32", SHAPED) == sent_bytes(mics, DEFAULT_MODEL, "fp32", SHAPED)
+
+
+def test_bytes_that_stay_on_a_device() -> None:
+    from micsctl.bench.cells import DEFAULT_MODEL
+
+    parameters = DEFAULT_MODEL.parameters
+
+    def held(entry: Entry) -> float:
+        return held_bytes(entry, DEFAULT_MODEL, "fp32", SHAPED) / parameters
+
+    assert held(Entry("", "mics", 2)) == 8
+    assert held(Entry("", "zero3", 8)) == held(Entry("", "fsdp2", 8)) == 2
+    assert held(Entry("", "zero2", 8)) == 6
+    assert held(Entry("", "deepspeed-zero3", 8)) == 6
+    assert held(Entry("", "deepspeed-zero3", 8, second_gather=True)) == 2
+    assert held(Entry("", "deepspeed-hpz", 8)) == 4
