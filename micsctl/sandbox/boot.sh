@@ -17,7 +17,7 @@ route add default via $GATEWAY
 END
 # shellcheck disable=SC2086  # words on purpose
 [ -z "$TBF" ] || tc qdisc add dev eth0 root tbf $TBF
-# As in the images of AWS, whatever this machine has. A namespace may be denied cubic where the machine does not use it.
+# The kernel's default, whatever this machine uses. A namespace may be denied cubic where the machine uses another.
 for control in cubic reno; do
     echo "$control" >/proc/sys/net/ipv4/tcp_congestion_control 2>/dev/null && break
 done
