@@ -73,7 +73,7 @@ def run(
         raise
     except BaseException:
         with interrupt_afterwards(), suppress(MicsctlError):
-            stop(ordered, config.run_id, grace_seconds=3)
+            stop(ordered, config.run_id, grace_seconds=10)
         raise
     text = ordered[0].read(f".micsctl/runs/{config.run_id}/metrics.jsonl") or ""
     return [json.loads(line) for line in text.splitlines()]

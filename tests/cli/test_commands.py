@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from mics.config import ProfileConfig, RunConfig, TrainConfig
 
-from micsctl.cli import app, clusters, demo, runs
+from micsctl.cli import app, clusters, own, runs
 from micsctl.cli.options import Options, with_flags
 from micsctl.cli.session import Session
 from micsctl.cluster.model import Cluster, Node
@@ -167,7 +167,7 @@ def test_a_ttl_that_is_no_duration_is_usage(hosts: list[FakeHost]) -> None:
 
 def test_the_demo_asks_for_all_that_is_missing_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MICSCTL_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(demo, "find_spec", lambda module: None)
+    monkeypatch.setattr("micsctl.cli.own.find_spec", lambda module: None)
     with pytest.raises(UsageError) as raised:
         demo.demo(Options(), tmp_path / "demo")
     assert raised.value.why == "missing: torch (extra trainer), moto (extra sandbox), matplotlib (extra report)"
