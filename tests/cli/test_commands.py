@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from mics.config import ProfileConfig, RunConfig, TrainConfig
 
-from micsctl.cli import app, clusters, own, runs
+from micsctl.cli import app, clusters, demo, runs
 from micsctl.cli.options import Options, with_flags
 from micsctl.cli.session import Session
 from micsctl.cluster.model import Cluster, Node
