@@ -63,7 +63,7 @@ def check_rows(found: Any) -> dict[str, Any]:
 
 
 def test_strategies_at_the_process_level(tmp_path: Path) -> None:
-    asked = ("--strategies", "mics,zero3", "--model", "gpt-3m", "--nodes", "2", "--steps", "2", "--warmup", "1")
+    asked = ("--strategies", "mics,zero3", "--model", "gpt-3m", "--nodes", "2", "--steps", "1", "--warmup", "1")
     found = bench(tmp_path, "process", "strategies", *asked)
     assert (found["nodes"], found["ranks_per_node"], found["micro_steps"], found["link_mbps"]) == (2, 2, 4, None)
     rows = check_rows(found)
