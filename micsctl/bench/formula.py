@@ -14,14 +14,16 @@ from micsctl.planner.memory import WIDTHS
 def sent_bytes(entry: Entry, shape: ModelShape, precision: Precision, place: Place) -> float:
     """Payload that leaves a node in an optimizer step."""
     width, blocks = WIDTHS[precision], shape.layers * shape.block_parameters
+    reduced = width.weights if entry.strategy.startswith("deepspeed-") else width.reduced
     return traffic_bytes(
         entry,
         nodes=place.nodes,
         devices_per_node=place.ranks_per_node,
         block_bytes=width.weights * blocks,
         root_bytes=width.weights * shape.root_parameters,
-        block_gradient_bytes=width.reduced * blocks,
-        root_gradient_bytes=width.reduced * shape.root_parameters,
+        block_gradient_bytes=reduced * blocks,
+        root_gradient_bytes=reduced * shape.root_parameters,
+        kept_bytes=width.weights * shape.ffn_hidden * shape.hidden,
         on_cpu=place.on_cpu,
     )
 
