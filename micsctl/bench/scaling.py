@@ -112,6 +112,7 @@ def notes(place: Place, compute_seconds: float | None) -> tuple[str, ...]:
             f" {compute_seconds:.2f} s, so that compute : hop 2's transfer is nowhere above what the time model says of"
             " bert-10b on as many p3dn. Every byte of communication is real",
             "One node has no hop 2 and waits as long as the others",
+            "Hop 2 hides under the last micro-step alone: where a step has more of them than here, less of it can hide",
         )
     if place.emulated:
         return (

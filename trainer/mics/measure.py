@@ -39,10 +39,11 @@ from mics.config import RunConfig
 from mics.errors import RunFolderError, RunRefusedError
 from mics.job import check_same
 from mics.probes import Cell, Collective, MeasureConfig, Pair, cells, pairings
+from mics.program import STOPPED, noted_signals, refused, unwritable
 from mics.ranks import Place, check_place, collective_timeout, join, leave, meet, node_names, place_of
 from mics.sharding import Connection, connect, disconnect
 from mics.stream import Rates, one_way
-from mics.train import ERROR_SECONDS, REFUSED, STOP_SIGNALS, STOPPED, UNSAVED, read_run
+from mics.train import read_run
 from mics.turns import Pass, all_reduce_pass, gather_pass, in_turns, memory_for, reduce_scatter_pass
 from mics.watch import Watch
 
@@ -233,22 +234,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--config", type=Path, required=True, metavar="run.json", help="the run; measure.json lies beside it"
     )
     config: Path = parser.parse_args(arguments).config
-    signals: list[int] = []
-    for stop in STOP_SIGNALS:
-        if signal.getsignal(stop) != signal.SIG_IGN:  # nohup
-            signal.signal(stop, lambda number, _: signals.append(number))
+    signals = noted_signals()
     try:
         run, wanted = read_run(config), _read_measure(config.with_name("measure.json"))
         done = _run(run, wanted, config.parent, signals)
-    except RunRefusedError as error:  # on every rank or on none, so one of each node may say it
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            sys.stderr.write(f"mics: {error}\n")
-        if dist.is_initialized():
-            leave(ERROR_SECONDS)
-        return REFUSED
-    except RunFolderError as error:  # this rank alone knows, so the others cannot leave with it
-        sys.stderr.write(f"mics: {error}\n")
-        return UNSAVED
+    except RunRefusedError as error:
+        return refused(error)
+    except RunFolderError as error:
+        return unwritable(error)
     leave()
     return 0 if done else STOPPED
 

@@ -335,7 +335,7 @@ class _OverlappedGroup(FSDPParamGroup):
         return gradient
 
     def _reduce(self, gradients: list[tuple[FSDPParam, torch.Tensor]], last: bool) -> None:
-        """Hop 1, and where this is the `last` micro-step hop 2. Empties `gradients` once they are copied."""
+        """Hop 1, and where this is the `last` micro-step hop 2. Frees the gradients once copied."""
         stream, groups = self.comm_ctx.reduce_scatter_stream, self.lane.groups
         parameters, values = [p for p, _ in gradients], [g for _, g in gradients]
         gradients.clear()

@@ -50,6 +50,7 @@ from mics.notice import Notice
 from mics.optim import learning_rate, optimizer_step, set_learning_rate
 from mics.precision import LossScale
 from mics.profile import Window
+from mics.program import REFUSED, STOPPED, UNSAVED, end, noted_signals, refused, unwritable
 from mics.ranks import Place, check_place, collective_timeout, join, leave, meet, node_names, place_of, together
 from mics.sharding import boundary, clip
 from mics.slow import Patience, in_words, slow_ranks
@@ -57,9 +58,7 @@ from mics.timer import StepTimer
 from mics.validate import validation_loss
 from mics.watch import Watch
 
-REFUSED, UNSAVED, STOPPED, DIVERGED = 2, 73, 75, 76
-ERROR_SECONDS = 60.0  # that a rank with an error waits for the others to have it too
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # torchrun passes each of them on to its ranks
+DIVERGED = 76
 SummedLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
@@ -249,21 +248,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--config", type=Path, required=True, metavar="run.json", help="the run; written by micsctl launch"
     )
     config: Path = parser.parse_args(arguments).config
-    signals: list[int] = []
-    for stop in STOP_SIGNALS:
-        if signal.getsignal(stop) != signal.SIG_IGN:  # nohup
-            signal.signal(stop, lambda number, _: signals.append(number))
+    signals = noted_signals()
     try:
         done = _run(read_run(config), config.parent, signals)
-    except RunRefusedError as error:  # on every rank or on none, so one of each node may say it
-        return _end(REFUSED, error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
+    except RunRefusedError as error:
+        return refused(error)
     except SaveFailedError as error:
-        return _end(UNSAVED, error, speaks=dist.get_rank() == 0)
+        return end(UNSAVED, error, speaks=dist.get_rank() == 0)
     except DivergedError as error:
-        return _end(DIVERGED, error, speaks=dist.get_rank() == 0)
-    except (BadTokenError, RunFolderError) as error:  # this rank alone knows, so the others cannot leave with it
+        return end(DIVERGED, error, speaks=dist.get_rank() == 0)
+    except RunFolderError as error:
+        return unwritable(error)
+    except BadTokenError as error:  # this rank alone knows, so the others cannot leave with it
         sys.stderr.write(f"mics: {error}\n")
-        return REFUSED if isinstance(error, BadTokenError) else UNSAVED
+        return REFUSED
     leave()
     return 0 if done else STOPPED
 
@@ -300,14 +298,6 @@ def _run(run: RunConfig, folder: Path, signals: Sequence[int]) -> bool:
 def _board(job: Job, folder: Path) -> Board | None:
     wanted = job.run.train.tensorboard and job.place.rank == 0
     return Board(folder / "tensorboard", start=job.start.step) if wanted else None
-
-
-def _end(code: int, error: Exception, *, speaks: bool) -> int:
-    if speaks:
-        sys.stderr.write(f"mics: {error}\n")  # in one piece: print would let another rank write into it
-    if dist.is_initialized():
-        leave(ERROR_SECONDS)
-    return code
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mics import settings
 from mics.bench.contender import Setting
@@ -37,12 +36,10 @@ from mics.config import RunConfig
 from mics.entries import BenchConfig, Entry, grid_of
 from mics.errors import RunFolderError, RunRefusedError
 from mics.metrics import InterfaceCounter
+from mics.program import refused, unwritable
 from mics.ranks import Place, check_place, collective_timeout, join, leave, meet, node_names, place_of, together
 from mics.train import At, nowhere
 from mics.watch import Watch
-
-REFUSED, UNSAVED = 2, 73
-ERROR_SECONDS = 60.0  # that a rank with an error waits for the others to have it too
 
 
 def read(config: Path) -> tuple[RunConfig, BenchConfig]:
@@ -119,15 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config: Path = parser.parse_args(arguments).config
     try:
         _run(*read(config), config.parent)
-    except RunRefusedError as error:  # on every rank or on none, so one of each node may say it
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            sys.stderr.write(f"mics: {error}\n")
-        if dist.is_initialized():
-            leave(ERROR_SECONDS)
-        return REFUSED
-    except RunFolderError as error:  # this rank alone knows, so the others cannot leave with it
-        sys.stderr.write(f"mics: {error}\n")
-        return UNSAVED
+    except RunRefusedError as error:
+        return refused(error)
+    except RunFolderError as error:
+        return unwritable(error)
     leave()
     return 0
 

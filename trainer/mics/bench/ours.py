@@ -20,31 +20,17 @@ from mics.sharding import apply, boundary, check_replicas, clip, connect, discon
 class NativeReduceScatter(FlatReduceScatter):
     """The backend's own. gloo's is an all-reduce inside."""
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: ReduceOp,
-        async_op: bool = False,
-    ) -> None:
-        dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group)
+    def _stages(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: ReduceOp) -> None:
+        dist.reduce_scatter_single(output, input, op=op, group=group)
 
 
 class DirectReduceScatter(FlatReduceScatter):
     """Each chunk straight to its owner, who adds them up."""
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: ReduceOp,
-        async_op: bool = False,
-    ) -> None:
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor.view(-1))
+    def _stages(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: ReduceOp) -> None:
+        received = torch.empty_like(input)
+        dist.all_to_all_single(received, input, group=group)
+        torch.sum(received.view(group.size(), -1), dim=0, out=output.view(-1))
 
 
 REDUCE_SCATTERS = {"native": NativeReduceScatter, "direct": DirectReduceScatter}
