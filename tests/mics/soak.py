@@ -64,7 +64,7 @@ def start(folder: Path, deadline_seconds: float) -> subprocess.Popen[str]:
     numbers = [str(number) for number in (NODES, DEVICES, round(deadline_seconds))]
     with (folder / "output.txt").open("a") as output:
         return subprocess.Popen(
-            [sys.executable, str(LAUNCHER), str(folder / "run.json"), *numbers, environments],
+            [sys.executable, str(LAUNCHER), "mics.train", str(folder / "run.json"), *numbers, environments],
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,

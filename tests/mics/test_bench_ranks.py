@@ -134,7 +134,7 @@ def run_of(shape):
         hierarchical=False,
         micro_batch=1,
         sequence=16,
-        lr=1e-2,
+        lr=0.16 / shape.hidden,  # wide layers diverge at what narrow ones need
         precision="fp32",
         checkpointing="none",
         reshard_after_forward=True,
