@@ -19,7 +19,7 @@ from micsctl.remote import fanout
 from micsctl.remote.host import Host
 from micsctl.runs.follow import Watcher, follow
 from micsctl.runs.launch import configure, counted_interface, start
-from micsctl.runs.model import new_run_id
+from micsctl.runs.model import BENCHMARK, new_run_id
 from micsctl.runs.stop import stop
 from micsctl.topology.model import Topology
 
@@ -47,7 +47,7 @@ def prepare(model: TrainConfig, topology: Topology, *, measurements: int) -> Run
     """run.json for these machines, each `auto` answered."""
     machines = machines_from(topology)
     train = train_config(model, devices_per_node=machines.devices_per_node, measurements=measurements)
-    return configure(plan(train, machines), topology, new_run_id("bench"))
+    return configure(plan(train, machines), topology, new_run_id(BENCHMARK))
 
 
 def run(

@@ -38,9 +38,11 @@ def compute_per_hop2_of(sizes: Iterable[int]) -> dict[int, float]:
 
 
 def crossover() -> tuple[Point, ...]:
-    """The predicted speed-up of mics over zero3, on 8 nodes of each type, for models that fit at micro-batch 8."""
+    """The predicted speed-up of mics over zero3, on 8 nodes of each type, at micro-batch 8, for models that fit into
+    less than all of their devices."""
     found = points(nodes=(_NODES,), micro_batches=(_MICRO_BATCH,))
     return tuple(
         Point(point.compute_per_traffic, point.speedup, f"{point.type_name.split('.')[0]}, {point.model}")
         for point in found
+        if point.partition_size < _NODES * KNOWN[point.type_name].devices  # else mics is zero3
     )

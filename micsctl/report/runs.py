@@ -15,8 +15,8 @@ def summary(run: Run) -> dict[str, Any]:
         "run_id": run.run_id,
         "status": run.status.value,
         "why": run.why,
-        "strategy": train.strategy,
-        "partition_size": run.config.grid.partition_size,
+        "strategy": None if run.of_benchmark else train.strategy,
+        "partition_size": None if run.of_benchmark else run.config.grid.partition_size,
         "step": run.last_step,
         "steps": train.steps,
         "loss": run.last_loss,
@@ -43,8 +43,8 @@ def table(runs: Sequence[Run]) -> Table:
         (
             run.run_id,
             _ended(run),
-            run.config.train.strategy,
-            str(run.config.grid.partition_size),
+            "bench" if run.of_benchmark else run.config.train.strategy,
+            "-" if run.of_benchmark else str(run.config.grid.partition_size),
             f"{run.last_step or 0}/{run.config.train.steps}",
             "-" if run.last_loss is None else f"{run.last_loss:.4f}",
         )

@@ -118,7 +118,8 @@ def _explain(hosts: Sequence[Host], run_id: str, codes: Sequence[int | None]) ->
     failure = first_failure(hosts, run_id)
     logs = f"micsctl logs {run_id}"
     if set(codes) <= {0, ENDED_EXIT_CODE}:
-        return JobError(f"run {run_id} was stopped", "it had nothing to save yet", next="micsctl launch")
+        said = failure.last_lines if failure and failure.exit_code == ENDED_EXIT_CODE else ""
+        return JobError(f"run {run_id} was stopped", said or "it had nothing to save yet", next="micsctl launch")
     if failure is None:
         gone = [host.name for host, code in zip(hosts, codes, strict=True) if code is None]
         bad = [f"{host.name}: exit code {code}" for host, code in zip(hosts, codes, strict=True) if code]

@@ -19,7 +19,7 @@ UNSAVED_EXIT_CODE = 73  # checkpoints cannot be written
 STALLED_EXIT_CODE = 74  # a rank stood still for longer than train.limits allows
 SAVED_EXIT_CODE = 75  # asked to stop (SIGTERM, spot notice), checkpoint written
 DIVERGED_EXIT_CODE = 76  # too many steps in a row without a finite gradient
-ENDED_EXIT_CODE = 128 + 15  # of the launcher: SIGTERM came before a rank could answer it, so nothing was saved
+ENDED_EXIT_CODE = 128 + 15  # asked to stop, nothing saved; of the launcher where no rank could answer SIGTERM yet
 
 # how the trainer ended a run that did not go well; the first that any node has is the cause
 EXIT_WORDS = {
@@ -28,6 +28,8 @@ EXIT_WORDS = {
     UNSAVED_EXIT_CODE: "checkpoints cannot be written",
     CONFIG_EXIT_CODE: "refused by the trainer",
 }
+
+BENCHMARK = "bench"  # in place of a strategy, in the id of a run
 
 
 class Status(StrEnum):
@@ -71,6 +73,11 @@ class Run:
     skipped_in_row: int = 0  # steps up to the last one that had no finite gradient
 
     @property
+    def of_benchmark(self) -> bool:
+        """Whether it compares strategies or collectives, and has none of its own."""
+        return f"-{BENCHMARK}-" in self.run_id
+
+    @property
     def saved_when_stopped(self) -> bool:
         """Whether it answered the request to stop with a checkpoint."""
         return self.status is Status.STOPPED and any(node.exit_code == SAVED_EXIT_CODE for node in self.nodes)
@@ -80,7 +87,7 @@ class Run:
         """How it ended, in words; "" where there is nothing to say."""
         status, codes = self.status, [node.exit_code for node in self.nodes if node.exit_code]
         if status is Status.STOPPED:
-            return "with a checkpoint" if self.saved_when_stopped else "before it could save"
+            return "with a checkpoint" if self.saved_when_stopped else "without a checkpoint"
         if status is Status.LOST:
             return "the machines or the launchers were killed"
         said = next((words for code, words in EXIT_WORDS.items() if code in codes), "")
@@ -105,10 +112,10 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def new_run_id(strategy: str, now: datetime | None = None) -> str:
-    """Sorts by time within a year and says what ran: `1129-201530-mics-3f2a`."""
+def new_run_id(what: str, now: datetime | None = None) -> str:
+    """Sorts by time within a year and says what ran, a strategy or `BENCHMARK`: `1129-201530-mics-3f2a`."""
     moment = now or datetime.now(UTC)
-    return f"{moment:%m%d-%H%M%S}-{strategy}-{secrets.token_hex(2)}"
+    return f"{moment:%m%d-%H%M%S}-{what}-{secrets.token_hex(2)}"
 
 
 def checked_run_id(text: str) -> str:

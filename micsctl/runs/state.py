@@ -12,11 +12,11 @@ from mics.config import RunConfig
 from micsctl.errors import MicsctlError, UsageError
 from micsctl.remote import fanout
 from micsctl.remote.host import Host
-from micsctl.runs.model import EXIT_WORDS, SAVED_EXIT_CODE, STALLED_EXIT_CODE, Failure, NodeState, Run
+from micsctl.runs.model import ENDED_EXIT_CODE, EXIT_WORDS, SAVED_EXIT_CODE, STALLED_EXIT_CODE, Failure, NodeState, Run
 from micsctl.runs.shell import ALIVE
 
 # With these the trainer itself ends a run, and one of its ranks says why on a line that begins with "mics: ".
-_SAYS_WHY = {*EXIT_WORDS, SAVED_EXIT_CODE}
+_SAYS_WHY = {*EXIT_WORDS, SAVED_EXIT_CODE, ENDED_EXIT_CODE}
 
 # One line of JSON a run.
 _LIST = (

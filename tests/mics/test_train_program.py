@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from mics.checkpoint import MARK
+from mics.config import LimitsConfig
 
 pytestmark = pytest.mark.distributed
 
@@ -83,6 +84,29 @@ def test_a_stop_ends_the_step_saves_and_exits_75(tmp_path, tiny_run, start_train
     assert f"{stop.name}: stopping after step" in errors[-1]
     saved = tmp_path / "tiny" / f"step-{metrics(tmp_path)[-1]['step']}"
     assert [path.parent for path in (tmp_path / "tiny").glob(f"*/{MARK}")] == [saved]
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"every": 0}, "train.checkpoint.every is 0"),
+        ({"every": 10**6, "lr": 1e300, "warmup": 0, "limits": LimitsConfig(10**6)}, "its loss is not finite"),
+    ],
+    ids=["none wanted", "not finite"],
+)
+def test_a_stop_that_saves_nothing_says_so_and_exits_143(tmp_path, tiny_run, start_trainers, more, reason):
+    process = start_trainers(tiny_run(nodes=1, devices=2, steps=10**6, **more))
+    log, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 50
+    while not (log.exists() and log.read_text().count("\n") >= 3):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    codes, _, errors = outcome(process)
+    assert codes == [143, 143], errors
+    said = f"mics: stopped after step {metrics(tmp_path)[-1]['step']}, which no checkpoint holds: {reason}"
+    assert errors.count(said) == 1, errors
+    assert not list(tmp_path.glob(f"tiny/*/{MARK}"))
 
 
 def test_ranks_save_and_end_when_their_torchrun_is_killed(tmp_path, tiny_run):

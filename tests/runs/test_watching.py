@@ -19,7 +19,7 @@ from micsctl.remote.host import HostError
 from micsctl.report.runs import summary, table
 from micsctl.runs.follow import follow
 from micsctl.runs.logs import rank_log
-from micsctl.runs.model import NodeState, Run, Status
+from micsctl.runs.model import BENCHMARK, NodeState, Run, Status, new_run_id
 from micsctl.runs.prepare import prepare, with_profile
 from micsctl.runs.shared import is_shared, require_shared
 from micsctl.runs.state import first_failure, list_runs
@@ -251,6 +251,7 @@ LOG = f"{FOLDER}/ranks/x/attempt_0"
         (73, JobError, "has ended: checkpoints cannot be written", "--resume"),
         (75, JobError, "was stopped and saved a checkpoint", "--resume"),
         (76, JobError, "has ended: too many steps without a finite gradient", "--resume"),
+        (143, JobError, "was stopped", "micsctl launch"),
     ],
 )
 def test_how_the_trainer_ended_a_run_is_said_in_words(
@@ -290,7 +291,7 @@ def test_after_a_stall_the_one_who_was_waited_for_is_named(run: Hosts) -> None:
     [
         ((0, 0), Status.DONE, ""),
         ((75, 75), Status.STOPPED, "with a checkpoint"),
-        ((143, 143), Status.STOPPED, "before it could save"),
+        ((143, 143), Status.STOPPED, "without a checkpoint"),
         ((76, 76), Status.FAILED, "too many steps without a finite gradient"),
         ((137, 1), Status.FAILED, "killed by SIGKILL"),
         ((1, 1), Status.FAILED, "exit code 1"),
@@ -310,3 +311,11 @@ def test_a_loss_that_is_no_number_is_listed_without_one(run: Hosts) -> None:
     [found] = list_runs(run)
     assert (found.last_step, found.last_loss, found.skipped_in_row) == (4, None, 3)
     assert table([found]).rows[0][-1] == "-"
+
+
+def test_a_benchmark_is_listed_as_one_and_has_no_strategy(run: Hosts) -> None:
+    [found] = list_runs(run)
+    bench = replace(found, run_id=new_run_id(BENCHMARK))
+    assert table([found, bench]).rows[0][2:4] == ("mics", "2")
+    assert table([found, bench]).rows[1][2:4] == ("bench", "-")
+    assert (summary(found)["strategy"], summary(bench)["strategy"]) == ("mics", None)

@@ -39,7 +39,7 @@ from mics.config import RunConfig
 from mics.errors import RunFolderError, RunRefusedError
 from mics.job import check_same
 from mics.probes import Cell, Collective, MeasureConfig, Pair, cells, pairings
-from mics.program import STOPPED, noted_signals, refused, unwritable
+from mics.program import STOPPED_UNSAVED, noted_signals, refused, unwritable
 from mics.ranks import Place, check_place, collective_timeout, join, leave, meet, node_names, place_of
 from mics.sharding import Connection, connect, disconnect
 from mics.stream import Rates, one_way
@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunFolderError as error:
         return unwritable(error)
     leave()
-    return 0 if done else STOPPED
+    return 0 if done else STOPPED_UNSAVED
 
 
 def _read_measure(path: Path) -> MeasureConfig:

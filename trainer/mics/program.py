@@ -12,6 +12,7 @@ from mics.errors import RunFolderError, RunRefusedError
 from mics.ranks import leave
 
 REFUSED, UNSAVED, STOPPED = 2, 73, 75
+STOPPED_UNSAVED = 128 + signal.SIGTERM  # as the shell says of a process that SIGTERM ended
 ERROR_SECONDS = 60.0  # that a rank with an error waits for the others to have it too
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # torchrun passes each of them on to its ranks
 

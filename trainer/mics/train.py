@@ -15,6 +15,7 @@ Exit codes, each but 0 with a line on stderr that says why:
   74  a rank stood still for longer than limits.step_seconds; the folder `stall` has every rank's stack
   75  stopped by SIGTERM, Ctrl-C or a spot notice after the step in progress, with a checkpoint
   76  the loss or its gradient was not finite for limits.skipped_steps steps in a row
+  143 stopped like 75, without a checkpoint: none is wanted, or the loss of that step is not finite
 Anything else is a crash.
 """
 
@@ -50,7 +51,7 @@ from mics.notice import Notice
 from mics.optim import learning_rate, optimizer_step, set_learning_rate
 from mics.precision import LossScale
 from mics.profile import Window
-from mics.program import REFUSED, STOPPED, UNSAVED, end, noted_signals, refused, unwritable
+from mics.program import REFUSED, STOPPED, STOPPED_UNSAVED, UNSAVED, end, noted_signals, refused, unwritable
 from mics.ranks import Place, check_place, collective_timeout, join, leave, meet, node_names, place_of, together
 from mics.sharding import boundary, clip
 from mics.slow import Patience, in_words, slow_ranks
@@ -74,6 +75,10 @@ def nowhere(step: int, phase: str, *, long: bool = False) -> None:
 
 class DivergedError(Exception):
     """Too many steps in a row without a finite gradient."""
+
+
+class StoppedUnsavedError(Exception):
+    """Asked to stop after a step that no checkpoint holds."""
 
 
 def step(
@@ -116,14 +121,14 @@ def train(
     board: Board | None = None,
 ) -> bool:
     """Train to the end, or to the end of the step in which any rank is asked to stop. Returns whether it came to the
-    end. Raises DivergedError and SaveFailedError, on every rank.
+    end. Raises DivergedError, StoppedUnsavedError and SaveFailedError, on every rank.
 
     asked_to_stop  who asks this rank to stop, if somebody does
     """
     run, t, progress, timer = job.run, job.run.train, job.start, job.timer
     path, first = folder / "metrics.jsonl", job.place.rank == 0
     log = StepLog(path, start=progress.step, steps=t.steps, board=board) if first else None
-    known, patience, skipped_in_row, stopping = expected(run, job.built), Patience(), 0, False
+    known, patience, skipped_in_row, stopping, saves = expected(run, job.built), Patience(), 0, False, False
     window = Window(t.profile, folder, job.place, job.device)
     settings.quiet_garbage()
     job.interface.restart()
@@ -183,7 +188,8 @@ def train(
                     "Try a lower lr, a longer warmup or another precision"
                 )
             # Weights that give no finite loss would push a good checkpoint out.
-            if job.saver and record["loss"] is not None and due(number, every=t.checkpoint.every, last=last):
+            saves = job.saver and record["loss"] is not None
+            if job.saver and saves and due(number, every=t.checkpoint.every, last=last):
                 at(number, "checkpoint", long=True)
                 report(job.saver.save(job.state, progress), job.place)
             if stopping:
@@ -192,6 +198,9 @@ def train(
             job.interface.restart()
     window.close()
     finish(job, at, progress.step)
+    if stopping and not saves and progress.step < t.steps:
+        reason = "its loss is not finite" if job.saver else "train.checkpoint.every is 0"
+        raise StoppedUnsavedError(f"stopped after step {progress.step}, which no checkpoint holds: {reason}")
     return progress.step >= t.steps
 
 
@@ -257,6 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return end(UNSAVED, error, speaks=dist.get_rank() == 0)
     except DivergedError as error:
         return end(DIVERGED, error, speaks=dist.get_rank() == 0)
+    except StoppedUnsavedError as error:
+        return end(STOPPED_UNSAVED, error, speaks=dist.get_rank() == 0)
     except RunFolderError as error:
         return unwritable(error)
     except BadTokenError as error:  # this rank alone knows, so the others cannot leave with it
