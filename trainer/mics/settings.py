@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 
@@ -25,6 +26,17 @@ def collect(step: int) -> None:
     """Collect garbage every COLLECT_EVERY steps: all ranks at the same time."""
     if step % COLLECT_EVERY == 0:
         gc.collect()
+
+
+def give_back_memory() -> None:
+    """Collect garbage, and give free memory back to the machine, where the C library is glibc.
+
+    It keeps what a thread has freed for that thread alone, so lanes of one model would hold what another one needs.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
+        trim(0)
 
 
 def deterministic() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -129,11 +128,11 @@ def race(
         at(step, entry.name)
         on_device = [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
         yield record(step, turn, measure(contender, on_device, interface, run, device), config, run)
-        settings.collect(step)
+        settings.give_back_memory()
         if turn.round == last_round and not config.together:
             contenders.pop(entry.name).close()
             del contender
-            gc.collect()
+            settings.give_back_memory()
     for contender in contenders.values():
         contender.close()
 
