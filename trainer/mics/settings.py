@@ -9,6 +9,7 @@ import os
 import torch
 
 COLLECT_EVERY = 50  # steps
+_M_ARENA_MAX = -8  # malloc.h
 
 
 def quiet_garbage() -> None:
@@ -28,15 +29,15 @@ def collect(step: int) -> None:
         gc.collect()
 
 
-def give_back_memory() -> None:
-    """Collect garbage, and give free memory back to the machine, where the C library is glibc.
+def share_freed_memory() -> None:
+    """Let all threads use what any of them has freed, where the C library is glibc. Call it before they begin.
 
-    It keeps what a thread has freed for that thread alone, so lanes of one model would hold what another one needs.
+    Otherwise each keeps its own (an arena), and with many models in a process the lanes of one hold what another needs.
+    Source: mallopt(3), M_ARENA_MAX.
     """
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim:
-        trim(0)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def deterministic() -> None:

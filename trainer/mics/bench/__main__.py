@@ -114,6 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", type=Path, required=True, metavar="run.json", help="the run; bench.json beside it")
     config: Path = parser.parse_args(arguments).config
+    settings.share_freed_memory()
     try:
         _run(*read(config), config.parent)
     except RunRefusedError as error:

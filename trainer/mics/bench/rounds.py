@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -128,11 +129,11 @@ def race(
         at(step, entry.name)
         on_device = [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
         yield record(step, turn, measure(contender, on_device, interface, run, device), config, run)
-        settings.give_back_memory()
+        settings.collect(step)
         if turn.round == last_round and not config.together:
             contenders.pop(entry.name).close()
             del contender
-            settings.give_back_memory()
+            gc.collect()
     for contender in contenders.values():
         contender.close()
 
