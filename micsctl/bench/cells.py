@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Mapping, Sequence
 
+from mics.config import Precision
 from mics.entries import PEERS, Entry
 from mics.shapes import ModelShape
 from mics.strategies import STRATEGIES
@@ -17,6 +19,7 @@ DEFAULT_MODEL = ModelShape(hidden=416, layers=8, heads=8, vocabulary=256, positi
 # smaller, for bytes; its matrices have the 1e5 elements below which DeepSpeed keeps weights gathered from step to step
 TRAFFIC_MODEL = ModelShape(hidden=416, layers=2, heads=8, vocabulary=256, positions=256)
 MICRO_STEPS = 4
+MOST_MICRO_STEPS = 64  # of strong scaling on one node
 KNOWN = (*STRATEGIES, *PEERS)
 
 
@@ -36,15 +39,18 @@ def chosen(names: str | None) -> tuple[str, ...]:
 
 def sizes(text: str, *, most: int) -> tuple[int, ...]:
     """Numbers of nodes from the command line, `1,2,4,8`, ascending. Raises UsageError."""
-    found = tuple(sorted({_number(part, "a number of nodes") for part in text.split(",")}))
+    found = tuple(sorted({_number(part, "number of nodes") for part in text.split(",")}))
     if found[0] < 1 or found[-1] > most:
         raise UsageError(f"--sizes {text} is not possible", f"there are 1 to {most} nodes", next="--sizes 1,2")
+    if (micro_steps := math.lcm(*found) // found[0]) > MOST_MICRO_STEPS:
+        why = f"to share one batch out evenly, {found[0]} nodes would make {micro_steps} micro-steps"
+        raise UsageError(f"--sizes {text} is not possible", why, next="--sizes 1,2,4,8")
     return found
 
 
 def link_rates(text: str) -> tuple[int, ...]:
     """Link rates from the command line, `100,400`, in Mbit/s. Raises UsageError."""
-    found = tuple(dict.fromkeys(_number(part, "a link rate") for part in text.split(",")))
+    found = tuple(dict.fromkeys(_number(part, "link rate") for part in text.split(",")))
     if not all(1 <= rate <= 100_000 for rate in found):
         raise UsageError(f"--links {text} is not possible", "rates are 1 to 100000 Mbit/s", next="--links 100,400")
     return found
@@ -52,7 +58,7 @@ def link_rates(text: str) -> tuple[int, ...]:
 
 def _number(text: str, what: str) -> int:
     if not text.strip().isdecimal():
-        raise UsageError(f"{text.strip()!r} is no {what.removeprefix('a ')}", "")
+        raise UsageError(f"{text.strip()!r} is no {what}", "")
     return int(text)
 
 
@@ -153,5 +159,27 @@ def name_of(entry: Entry) -> str:
     return name + (f", s = {entry.micro_steps}" if entry.micro_steps != MICRO_STEPS else "")
 
 
-def without_deepspeed(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if not name.startswith("deepspeed-"))
+def refused(names: Sequence[str], *, precision: Precision, with_deepspeed: bool) -> Mapping[str, str]:
+    """Why nodes cannot run some of these strategies, by their names.
+
+    with_deepspeed  whether it is installed there
+    """
+    found = {}
+    for name in names:
+        if name in PEERS and precision == "fp16":
+            found[name] = "peers as they come have no loss scale of ours, which fp16 needs"
+        elif name.startswith("deepspeed-") and precision == "fp64":
+            found[name] = "DeepSpeed is compared in fp32 and bf16"
+        elif name.startswith("deepspeed-") and not with_deepspeed:
+            found[name] = "DeepSpeed (extra bench) is not installed on the nodes"
+    return found
+
+
+def missing(names: Sequence[str], entries: Sequence[Entry], *, world_size: int, devices_per_node: int) -> list[str]:
+    """Of which strategies these machines have no entry, and why."""
+    n, k, there = world_size, devices_per_node, {entry.strategy for entry in entries}
+    why = f"not on {n // k} x {k}, where it would be another strategy or its partition groups do not fit"
+    found = [f"{name}: left out, {why}" for name in names if name not in there]
+    if "mics" in there and k > 1 and not any(entry.partition_size == 2 * k for entry in entries):
+        found.append(f"mics at p = {2 * k}: left out, {2 * k} does not divide {n} ranks")
+    return found

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mics.probes import MeasureConfig, cells
 
-from micsctl.bench.model import Collective, Collectives, Place, Rate, Spread
+from micsctl.bench.model import Collective, Collectives, Rate, Site, Spread
 
 
-def measurements(config: MeasureConfig, place: Place) -> int:
-    """How many lines there will be: the link, each cell at each size, and each cell's fit."""
-    count = len(cells(config, world_size=place.world_size, devices_per_node=place.ranks_per_node))
-    return count * (len(config.message_bytes) + 1) + (place.nodes > 1 and config.tcp_seconds > 0)
+def measurements(config: MeasureConfig, site: Site) -> int:
+    """How many lines there will be: the links, each cell at each size, and each cell's fit."""
+    count = len(cells(config, world_size=site.world_size, devices_per_node=site.ranks_per_node))
+    links = math.comb(site.nodes, 2) if config.pairs else min(1, site.nodes - 1)
+    return count * (len(config.message_bytes) + 1) + (links if config.tcp_seconds > 0 else 0)
 
 
-def result(lines: Sequence[Mapping[str, Any]], place: Place) -> Collectives:
+def result(lines: Sequence[Mapping[str, Any]], site: Site) -> Collectives:
     tcp = next((line["bytes_per_second"] for line in lines if line["kind"] == "link"), None)
     found: dict[tuple[str, int, bool], list[Mapping[str, Any]]] = {}
     for line in lines:
         if line["kind"] != "link":
             found.setdefault((line["collective"], line["partition_size"], line["hierarchical"]), []).append(line)
     return Collectives(
-        nodes=place.nodes,
-        ranks_per_node=place.ranks_per_node,
-        link_mbps=place.link_mbps,
+        nodes=site.nodes,
+        ranks_per_node=site.ranks_per_node,
+        link_mbps=site.link_mbps,
         tcp_bytes_per_second=tcp,
         rows=tuple(_collective(key, of_one, tcp) for key, of_one in found.items()),
-        caption=place.caption,
+        caption=site.caption,
     )
 
 
@@ -48,4 +50,4 @@ def _collective(key: tuple[str, int, bool], lines: Sequence[Mapping[str, Any]], 
 def _rate(line: Mapping[str, Any], tcp: float | None) -> Rate:
     rate = line["bytes_per_second"]
     share = rate / tcp if rate and tcp else None
-    return Rate(line["message_bytes"], Spread(**line["seconds"]), rate, share)
+    return Rate(line["message_bytes"], line["repeats"], Spread(**line["seconds"]), rate, share)

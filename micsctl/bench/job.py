@@ -10,7 +10,7 @@ from typing import Any
 
 from mics.config import RunConfig, TrainConfig
 
-from micsctl.bench.model import Place
+from micsctl.bench.model import Site
 from micsctl.cluster.interrupts import interrupt_afterwards
 from micsctl.errors import JobError, MicsctlError, UsageError
 from micsctl.planner.machines import machines_from
@@ -79,13 +79,16 @@ def run(
     return [json.loads(line) for line in text.splitlines()]
 
 
-def place_of(hosts: Sequence[Host], topology: Topology, *, level: str, link_mbps: int | None) -> Place:
+def site_of(hosts: Sequence[Host], topology: Topology, *, level: str, link_mbps: int | None) -> Site:
     """Where it runs; asks the nodes for the MTU of the interface whose counters they read, where they read one."""
     machines, interface = machines_from(topology), counted_interface(topology)
-    question, mtu = f"cat /sys/class/net/{interface}/mtu", None
-    if interface:
-        mtu = min(fanout.each(hosts, lambda host: int(host.run(question).stdout)))
-    return Place(machines.nodes, machines.devices_per_node, level, link_mbps, mtu, machines.device)
+    mtu = min(_numbers(hosts, f"cat /sys/class/net/{interface}/mtu")) if interface else None
+    free_kib = min(_numbers(hosts, "awk '/^MemAvailable/ {print $2}' /proc/meminfo"))
+    return Site(machines.nodes, machines.devices_per_node, level, link_mbps, mtu, machines.device, 1024 * free_kib)
+
+
+def _numbers(hosts: Sequence[Host], question: str) -> list[int]:
+    return fanout.each(hosts, lambda host: int(host.run(question).stdout))
 
 
 def has_deepspeed(hosts: Sequence[Host]) -> bool:

@@ -10,13 +10,14 @@ PAYS_FROM = 1.1  # a speed-up below this is not worth a change of strategy
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """Where it ran.
 
     level       of the sandbox, "netns" or "process"; else the provider, "aws"
     link_mbps   of each node's emulated link; None where it is not shaped
     mtu_bytes   of the interface whose counters are read; None where there is none and communicators count
     device      "cpu", or the GPU's name
+    free_memory_bytes  of the node with least, when asked
     """
 
     nodes: int
@@ -25,6 +26,7 @@ class Place:
     link_mbps: int | None
     mtu_bytes: int | None
     device: str
+    free_memory_bytes: float
 
     @property
     def world_size(self) -> int:
@@ -126,8 +128,11 @@ class Strategies:
     steps: int
     warmup_steps: int
     claims: tuple[Claim, ...]
+    losses_agree_to: float  # relative; 16-bit formats differ in the order of additions
     losses_equal: bool
+    interleaved: bool  # one step of each in every round; otherwise one strategy after the other, for want of memory
     largest_loss_difference: float  # relative, over all entries and rounds
+    on_cpu: bool
     left_out: tuple[str, ...]  # what is not compared, and why
 
 
@@ -207,7 +212,7 @@ class Point:
 
     compute_per_traffic: float
     speedup: float
-    what: str  # "400 Mbit/s", "compute 2 s", "p4d"
+    what: str  # "400 Mbit/s", "14.1 s of compute at 1600 Mbit/s", "p4d, bert-10b"
 
 
 @dataclass(frozen=True)
@@ -229,6 +234,7 @@ class Rate:
     """One collective at one size."""
 
     message_bytes: int
+    repeats: int
     seconds: Spread
     bytes_per_second: float | None  # that left each node; None where nothing leaves it
     share_of_tcp: float | None

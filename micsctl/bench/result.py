@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from mics.config import Precision
 from mics.entries import Entry
 
 from micsctl.bench.cells import label
-from micsctl.bench.model import Claim, Place, Row, Spread, TrafficCell
+from micsctl.bench.model import Claim, Row, Site, Spread, TrafficCell
 
-LOSSES_AGREE_TO = 1e-4
 TRAFFIC_AGREES_TO = 0.01
-# besides payload, in a step: barriers, the loss, the gradient's norm
+# besides payload, in a step: barriers, the loss, the gradient's norm, and the laptop's looks at the run
 FIXED_BYTES = 100_000
 _FRAME_BYTES = 14 + 20 + 20 + 12  # Ethernet as counters see it, IPv4, TCP, its timestamps
 _PACKET_BYTES = _FRAME_BYTES - 14  # of which the MTU counts
 _RIVALS = ("zero3", "deepspeed-zero3", "deepspeed-hpz", "fsdp2-hsdp")
+_LOSSES_AGREE_TO = {"fp64": 1e-4, "fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def rows(
     entries: Sequence[Entry],
     steps: Sequence[Step],
     unshaped: Sequence[Step],
-    place: Place,
+    site: Site,
     *,
     formula: Callable[[Entry], float],
     held: Callable[[Entry], float],
@@ -82,7 +83,7 @@ def rows(
     """
     ring = next((entry.name for entry in entries if entry.strategy == "zero3" and entry.reduce_scatter == "ring"), "")
     return tuple(
-        _row(entry, steps, unshaped, place, formula(entry), held(entry), speedup(steps, fast=entry.name, slow=ring))
+        _row(entry, steps, unshaped, site, formula(entry), held(entry), speedup(steps, fast=entry.name, slow=ring))
         for entry in entries
     )
 
@@ -91,7 +92,7 @@ def _row(
     entry: Entry,
     steps: Sequence[Step],
     unshaped: Sequence[Step],
-    place: Place,
+    site: Site,
     formula_bytes: float,
     held_bytes: float,
     faster: float | None,
@@ -101,7 +102,7 @@ def _row(
     alone = list(seconds_by_round(unshaped, entry.name).values())
     bare_seconds = median(alone) if alone else None
     sent, source = measured_bytes(mine)
-    link_seconds = place.transfer_seconds(formula_bytes)
+    link_seconds = site.transfer_seconds(formula_bytes)
     bound = None if bare_seconds is None or link_seconds is None else max(bare_seconds, link_seconds)
     return Row(
         strategy=label(entry),
@@ -133,6 +134,11 @@ def measured_bytes(steps: Iterable[Step]) -> tuple[float | None, str]:
     return None, ""
 
 
+def losses_agree_to(precision: Precision) -> float:
+    """The relative difference that is still the same training: 16-bit sums depend on their order."""
+    return _LOSSES_AGREE_TO[precision]
+
+
 def largest_loss_difference(steps: Iterable[Step]) -> float:
     """Between any two entries in the same round, relative to the larger; infinite where a loss is not finite."""
     by_round: dict[int, list[float]] = {}
@@ -148,13 +154,13 @@ def _relative_range(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / largest if largest else 0.0
 
 
-def claims(entries: Sequence[Entry], steps: Sequence[Step], table: Sequence[Row], *, k: int) -> tuple[Claim, ...]:
+def claims(entries: Sequence[Entry], steps: Sequence[Step], table: Sequence[Row], site: Site) -> tuple[Claim, ...]:
     """The ratios that the paper's claims are about. The first is the headline, where its rows were measured.
 
     Headline: mics at p = k over the fastest of zero3 (ring), deepspeed-* and fsdp2-hsdp that hold no more bytes on a
-    device than mics does.
+    device than mics does. There is none without zero3: on CPU all others use gloo's own reduce-scatter.
     """
-    by_name = {row.name: row for row in table}
+    by_name, k = {row.name: row for row in table}, site.ranks_per_node
 
     def find(strategy: str, p: int | None = None, *, kind: str = "") -> Entry | None:
         return next(
@@ -172,9 +178,11 @@ def claims(entries: Sequence[Entry], steps: Sequence[Step], table: Sequence[Row]
     pairs: list[tuple[Entry | None, Entry | None, str]] = []
     if mics:
         budget = by_name[mics.name].held_bytes
-        rivals = [e for e in entries if _is_rival(e) and by_name[e.name].held_bytes <= budget]
+        rivals = [e for e in entries if _is_rival(e, on_cpu=site.on_cpu) and by_name[e.name].held_bytes <= budget]
         best = min(rivals, key=lambda entry: by_name[entry.name].step_seconds.median, default=None)
-        pairs.append((mics, best, "headline: the best of zero3, deepspeed-* and fsdp2-hsdp at equal memory"))
+        who = ", ".join(label(entry) for entry in rivals)
+        note = f"headline: the fastest of {who} at equal memory" if ring in rivals else ""
+        pairs.append((mics, best, note))
         pairs += [(mics, rival, "") for rival in rivals if rival != best]
     pairs.append((hierarchical, flat, "two stages against one"))
     pairs.append((hierarchical, ring, ""))
@@ -187,13 +195,15 @@ def claims(entries: Sequence[Entry], steps: Sequence[Step], table: Sequence[Row]
     return tuple(found)
 
 
-def _is_rival(entry: Entry) -> bool:
-    """zero3 counts with the ring alone: gloo's own reduce-scatter sends twice the bytes, which NCCL's does not."""
-    return entry.strategy in _RIVALS and (entry.strategy != "zero3" or entry.reduce_scatter == "ring")
+def _is_rival(entry: Entry, *, on_cpu: bool) -> bool:
+    """On CPU zero3 counts with the ring alone, and fsdp2, the same with gloo's own reduce-scatter, does not: that sends
+    twice the bytes of NCCL's."""
+    rivals = _RIVALS if on_cpu else (*_RIVALS, "fsdp2")
+    return entry.strategy in rivals and (entry.strategy != "zero3" or entry.reduce_scatter == "ring")
 
 
 def traffic_cells(
-    entries: Sequence[Entry], steps: Sequence[Step], place: Place, *, formula: Callable[[Entry], float]
+    entries: Sequence[Entry], steps: Sequence[Step], site: Site, *, formula: Callable[[Entry], float]
 ) -> tuple[TrafficCell, ...]:
     cells = []
     for entry in entries:
@@ -203,13 +213,13 @@ def traffic_cells(
             TrafficCell(
                 name=entry.name,
                 partition_size=entry.partition_size,
-                devices_per_node=place.ranks_per_node,
+                devices_per_node=site.ranks_per_node,
                 micro_steps=entry.micro_steps,
-                nodes=place.nodes,
+                nodes=site.nodes,
                 traffic_bytes=sent,
                 traffic_formula_bytes=expected,
                 traffic_source=source,
-                allowed_bytes=allowed(expected, place.mtu_bytes if source == "interface" else None),
+                allowed_bytes=allowed(expected, site.mtu_bytes if source == "interface" else None),
             )
         )
     return tuple(cells)
@@ -231,12 +241,12 @@ def overhead(mtu_bytes: int) -> float:
     return 1.5 * _FRAME_BYTES / payload
 
 
-def allowance(place: Place) -> str:
-    """In words, for one place."""
+def allowance(site: Site) -> str:
+    """In words, for one site."""
     text = f"{TRAFFIC_AGREES_TO:.0%}"
-    if place.mtu_bytes is None:
+    if site.mtu_bytes is None:
         return f"{text}; counted by mics' own communicators, as these nodes have no interface of their own"
     return (
-        f"{text}, and above the formula {overhead(place.mtu_bytes):.2%} of TCP/IP headers and acknowledgements"
-        f" (MTU {place.mtu_bytes}) and {FIXED_BYTES / 1e6:.1f} MB a step for barriers, the loss and the gradient's norm"
+        f"{text}, and above the formula {overhead(site.mtu_bytes):.2%} of TCP/IP headers and acknowledgements"
+        f" (MTU {site.mtu_bytes}) and {FIXED_BYTES / 1e6:.1f} MB a step for barriers, the loss and the gradient's norm"
     )

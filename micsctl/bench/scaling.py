@@ -8,10 +8,11 @@ from statistics import median
 
 from mics.entries import Entry
 
-from micsctl.bench.model import Place, ScalingRow, Spread
+from micsctl.bench.model import ScalingRow, Site, Spread
 from micsctl.bench.result import Step
 
 WEAK, STRONG = "weak", "strong"
+_COMPUTES_LONGER = 1.25  # than it waits: a step on the fewest nodes, where nearly no hop 2 is left
 
 
 def entries(nodes: int, sizes: Sequence[int], *, partition_size: int, micro_steps: int) -> tuple[Entry, ...]:
@@ -31,7 +32,7 @@ def strong_micro_steps(nodes: int, sizes: Sequence[int]) -> int:
 
 
 def emulated_compute_seconds(
-    hop2_bytes: Mapping[int, float], planned: Mapping[int, float], place: Place, *, micro_steps: int
+    hop2_bytes: Mapping[int, float], planned: Mapping[int, float], site: Site, *, micro_steps: int
 ) -> float | None:
     """Seconds of one micro-step's compute on each rank; None where the link's rate is not known.
 
@@ -43,7 +44,7 @@ def emulated_compute_seconds(
     """
     steps = []
     for nodes, sent in hop2_bytes.items():
-        seconds = place.transfer_seconds(sent)
+        seconds = site.transfer_seconds(sent)
         if seconds is None:
             return None
         if nodes > 1:
@@ -54,7 +55,7 @@ def emulated_compute_seconds(
 def rows(
     sizes: Sequence[int],
     jobs: Mapping[int, Sequence[Sequence[Step]]],
-    place: Place,
+    site: Site,
     *,
     hop2_bytes: Mapping[int, float],
     planned: Mapping[int, float],
@@ -71,7 +72,7 @@ def rows(
     found = []
     for nodes in sizes:
         sent = hop2_bytes[nodes]
-        link_seconds = place.transfer_seconds(sent)
+        link_seconds = site.transfer_seconds(sent)
         ratio = None
         if compute_seconds is not None and link_seconds:
             ratio = compute_seconds * micro_steps / link_seconds
@@ -104,17 +105,24 @@ def _efficiency(first: Sequence[Sequence[Step]], these: Sequence[Sequence[Step]]
     return median(one * ideal / other for one, other in pairs)
 
 
-def notes(place: Place, compute_seconds: float | None) -> tuple[str, ...]:
+def notes(site: Site, compute_seconds: float | None, table: Sequence[ScalingRow]) -> tuple[str, ...]:
     """What the figures are: proof or illustration."""
     if compute_seconds is not None:
+        wanted = compute_seconds * table[0].weak_micro_steps
+        alone = table[0].weak_step_seconds.median
+        slow = (
+            f"A step takes {alone:.1f} s where the wait alone takes {wanted:.1f} s: the ranks compute longer than that,"
+            " so these efficiencies say less"
+        )
         return (
+            *((slow,) if alone > _COMPUTES_LONGER * wanted else ()),
             "Emulated: each rank waits until a micro-step's forward and backward pass have taken"
             f" {compute_seconds:.2f} s, so that compute : hop 2's transfer is nowhere above what the time model says of"
             " bert-10b on as many p3dn. Every byte of communication is real",
             "One node has no hop 2 and waits as long as the others",
             "Hop 2 hides under the last micro-step alone: where a step has more of them than here, less of it can hide",
         )
-    if place.emulated:
+    if site.emulated:
         return (
             "All ranks share the cores of this machine, so more nodes compute slower: without --emulate-compute these"
             " efficiencies say nothing",

@@ -15,9 +15,10 @@ from micsctl.cli.options import Options
 from micsctl.cli.own import writable
 from micsctl.cli.render import plain
 from micsctl.cli.session import Session
-from micsctl.cli.stage import Wish, in_own_sandbox, on_cluster, running
-from micsctl.errors import ExitCode
+from micsctl.cli.testbed import Wish, in_own_sandbox, on_cluster, running
+from micsctl.errors import ExitCode, UsageError
 from micsctl.report import bench as shown
+from micsctl.report import bench_plot
 from micsctl.report.plot import require_matplotlib
 from micsctl.report.table import Table
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from mics.config import TrainConfig
     from mics.shapes import ModelShape
 
-    from micsctl.bench.stage import Job, Stage
+    from micsctl.bench.testbed import Job, Testbed
 
 NODES, DEVICES, LINK_MBPS = 4, 2, 400  # of a sandbox of the benchmark's own
 SMALL = "gpt-3m"  # where seconds matter less than minutes
@@ -38,6 +39,11 @@ Small = Annotated[str | None, typer.Option(help=f"A preset; default: {SMALL}.")]
 Nodes = Annotated[int | None, typer.Option(help=f"Of the benchmark's own sandbox; default: {NODES}.", min=1, max=64)]
 Devices = Annotated[int | None, typer.Option(help=f"Of each of its nodes; default: {DEVICES}.", min=1, max=8)]
 Link = Annotated[int | None, typer.Option(help=f"Mbit/s of its links; default: {LINK_MBPS}.", min=1, max=100_000)]
+BareLink = Annotated[int | None, typer.Option(help="Mbit/s of its links; default: not shaped.", min=1, max=100_000)]
+TrafficNodes = Annotated[
+    int | None, typer.Option(help="With 2 devices each; as many ranks with 1 and 4; default: 4.", min=1, max=64)
+]
+TrafficDevices = Annotated[int | None, typer.Option(help="Of each of its nodes; default: 1, 2 and 4.", min=1, max=8)]
 Names = Annotated[str | None, typer.Option("--strategies", help="Only these: mics,zero3,deepspeed-zero3 ...")]
 
 
@@ -45,7 +51,9 @@ def strategies(
     options: Options,
     names: Names = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Where it stops paying: zero3 against mics.")] = False,
-    links: Annotated[str, typer.Option(help="Of --sweep: Mbit/s.")] = LINKS_MBPS,
+    links: Annotated[
+        str | None, typer.Option(help=f"Of --sweep: Mbit/s; default: {LINKS_MBPS}.", show_default=False)
+    ] = None,
     model: Model = None,
     steps: Steps = 7,
     warmup: Warmup = 3,
@@ -60,23 +68,28 @@ def strategies(
     """
     from micsctl.bench import cells, compare
 
-    chosen, rates = cells.chosen(names), cells.link_rates(links)
+    chosen, rates = cells.chosen(names), cells.link_rates(links or LINKS_MBPS)
+    if sweep and names:
+        raise UsageError("--sweep compares zero3 and mics only", "--strategies has no meaning there")
+    if links and not sweep:
+        raise UsageError("--links belongs to --sweep", "one benchmark has one rate", next="--link-mbps RATE")
     session, wish = Session.of(options), Wish(nodes, devices_per_node, link_mbps)
     folder = _ready(output, "crossover" if sweep else "strategies")
     if sweep:
         _sweep(session, wish, rates, compare.model_of(model), folder, steps=steps, warmup=warmup)
         return
-    with _stage(session, wish, model, default=cells.DEFAULT_MODEL) as stage:
-        possible, left_out = compare.possible(stage, chosen)
-        job = compare.strategies_job(stage, possible, steps=steps, warmup=warmup)
-    unshaped = None
-    if stage.own and stage.place.link_mbps:
-        place = stage.place
+    with _testbed(session, wish, model, default=cells.DEFAULT_MODEL) as testbed:
+        job, left_out = compare.strategies_job(testbed, chosen, steps=steps, warmup=warmup)
+    found = compare.strategies(job, None, left_out)
+    if testbed.own and testbed.site.link_mbps:
+        _write(found, folder, shown.strategies_page(found))  # whatever becomes of the rest, this was measured
+        names_left = tuple(dict.fromkeys(entry.strategy for entry in job.entries))
+        site = testbed.site
         with in_own_sandbox(
-            session, stage.model, nodes=place.nodes, devices_per_node=place.ranks_per_node, link_mbps=None
+            session, testbed.model, nodes=site.nodes, devices_per_node=site.ranks_per_node, link_mbps=None
         ) as bare:
-            unshaped = compare.strategies_job(bare, possible, steps=steps, warmup=warmup)
-    found = compare.strategies(job, unshaped, left_out)
+            unshaped, _ = compare.strategies_job(bare, names_left, steps=steps, warmup=warmup)
+        found = compare.strategies(job, unshaped, left_out)
     _answer(session, found, folder, shown.strategies_page(found), shown.verdict(found), shown.strategies(found))
     if not found.losses_equal:
         raise typer.Exit(ExitCode.FAILURE)
@@ -88,11 +101,9 @@ def traffic(
     model: Annotated[str | None, typer.Option(help="A preset; default: a GPT of 4.4 M parameters.")] = None,
     steps: Steps = 2,
     warmup: Warmup = 1,
-    nodes: Nodes = None,
-    devices_per_node: Annotated[
-        int | None, typer.Option(help="Of each of its nodes; default: 1, 2 and 4.", min=1, max=8)
-    ] = None,
-    link_mbps: Annotated[int | None, typer.Option(help="Mbit/s of its links; default: not shaped.", min=1)] = None,
+    nodes: TrafficNodes = None,
+    devices_per_node: TrafficDevices = None,
+    link_mbps: BareLink = None,
     output: Output = None,
 ) -> None:
     """Hold the bytes that leave each node against the formula.
@@ -104,9 +115,9 @@ def traffic(
     chosen, folder = cells.chosen(names), _ready(output, "traffic")
     session, wish = Session.of(options), Wish(nodes, devices_per_node, link_mbps)
     parts = []
-    for opened in _traffic_stages(session, wish, model):
-        with opened as stage:
-            parts.append(compare.traffic(stage, chosen, steps=steps, warmup=warmup))
+    for opened in _traffic_testbeds(session, wish, model):
+        with opened as testbed:
+            parts.append(compare.traffic(testbed, chosen, steps=steps, warmup=warmup))
     found = compare.traffic_result(parts)
     verdict = shown.traffic_verdict(found)
     _answer(session, found, folder, shown.traffic_page(found), verdict, shown.traffic(found))
@@ -116,7 +127,7 @@ def traffic(
 
 def collectives(
     options: Options,
-    steps: Annotated[int, typer.Option(help="Repeats of each collective at each size.", min=1)] = 7,
+    steps: Annotated[int, typer.Option(help="Repeats of each collective at each size, at most.", min=1)] = 7,
     nodes: Nodes = None,
     devices_per_node: Devices = None,
     link_mbps: Link = None,
@@ -132,8 +143,10 @@ def collectives(
 
     folder = _ready(output, "collectives")
     session, wish = Session.of(options), Wish(nodes, devices_per_node, link_mbps)
-    with _stage(session, wish, None, default=SMALL) as stage:
-        found = result(stage.measure(MeasureConfig(repeats=steps)), stage.place)
+    with _testbed(session, wish, None, default=SMALL) as testbed:
+        if testbed.site.world_size == 1:
+            raise UsageError("one device has no collectives", "nothing is exchanged", next="--devices-per-node 2")
+        found = result(testbed.measure(MeasureConfig(repeats=steps)), testbed.site)
     verdict = shown.collectives_verdict(found)
     _answer(session, found, folder, shown.collectives_page(found), verdict, shown.collectives(found))
 
@@ -160,9 +173,9 @@ def scaling(
 
     asked, folder = cells.sizes(sizes, most=64), _ready(output, "scaling")
     session, wish = Session.of(options), Wish(None, devices_per_node, link_mbps)
-    with _stage(session, wish, model, nodes=asked[-1], default=SMALL) as stage:
-        cells.sizes(sizes, most=stage.place.nodes)
-        found = compare.scale(stage, asked, steps=steps, warmup=warmup, rounds=rounds, emulate=emulate_compute)
+    with _testbed(session, wish, model, nodes=asked[-1], default=SMALL) as testbed:
+        cells.sizes(sizes, most=testbed.site.nodes)
+        found = compare.scale(testbed, asked, steps=steps, warmup=warmup, rounds=rounds, emulate=emulate_compute)
     _answer(session, found, folder, shown.scaling_page(found), found.notes, shown.scaling(found))
 
 
@@ -173,13 +186,15 @@ def _sweep(
     from micsctl.bench import compare
 
     shape = {"nodes": wish.nodes or NODES, "devices_per_node": wish.devices_per_node or DEVICES}
+    if shape["nodes"] == 1:
+        raise UsageError("a sweep over links needs two nodes", "nothing leaves a single one", next="--nodes 4")
 
     def on_links(link_mbps: int | None, ratios: Sequence[float | None] = (None,)) -> list[Job]:
-        with in_own_sandbox(session, model, **shape, link_mbps=link_mbps) as stage:
-            if link_mbps:
-                compare.require_shaped(stage)
+        with in_own_sandbox(session, model, **shape, link_mbps=link_mbps) as testbed:
+            compare.require_shaped(testbed)
             return [
-                compare.crossover_job(stage, steps=steps, warmup=warmup, compute_per_traffic=ratio) for ratio in ratios
+                compare.crossover_job(testbed, steps=steps, warmup=warmup, compute_per_traffic=ratio)
+                for ratio in ratios
             ]
 
     [unshaped] = on_links(None)
@@ -187,10 +202,10 @@ def _sweep(
     over_compute = on_links(wish.link_mbps or COMPUTE_LINK_MBPS, COMPUTE_PER_TRAFFIC)
     found = compare.crossover(unshaped, over_links, over_compute)
     _answer(session, found, folder, shown.crossover_page(found), shown.crossover_verdict(found), shown.crossover(found))
-    (folder / "crossover.svg").write_text(shown.crossover_plot(found), encoding="utf-8")
+    (folder / "crossover.svg").write_text(bench_plot.crossover(found), encoding="utf-8")
 
 
-def _traffic_stages(session: Session, wish: Wish, model: str | None) -> list[AbstractContextManager[Stage]]:
+def _traffic_testbeds(session: Session, wish: Wish, model: str | None) -> list[AbstractContextManager[Testbed]]:
     """The cluster that is up; else one sandbox after the other, with different numbers of devices on a node."""
     from micsctl.bench import cells, compare
 
@@ -205,9 +220,9 @@ def _traffic_stages(session: Session, wish: Wish, model: str | None) -> list[Abs
     ]
 
 
-def _stage(
+def _testbed(
     session: Session, wish: Wish, model: str | None, *, nodes: int = NODES, default: str | ModelShape
-) -> AbstractContextManager[Stage]:
+) -> AbstractContextManager[Testbed]:
     from micsctl.bench import compare
 
     if cluster := running(session):
@@ -225,12 +240,16 @@ def _ready(output: Path | None, name: str) -> Path:
     """The folder of the report, which can be written. Before minutes are spent."""
     require_matplotlib()
     folder = output or Path("bench") / name
-    writable(folder, "micsctl bench")
+    writable(folder, f"micsctl bench {name}")
     return folder
 
 
 def _answer(session: Session, found: Any, folder: Path, page: str, verdict: Sequence[str], table: Table) -> None:
-    (folder / "report.html").write_text(page, encoding="utf-8")
-    (folder / "result.json").write_text(json.dumps(plain(found), indent=2) + "\n", encoding="utf-8")
+    _write(found, folder, page)
     session.render.result(found, table, text="\n".join(verdict))
     session.render.note(f"  wrote {folder / 'report.html'} and {folder / 'result.json'}")
+
+
+def _write(found: Any, folder: Path, page: str) -> None:
+    (folder / "report.html").write_text(page, encoding="utf-8")
+    (folder / "result.json").write_text(json.dumps(plain(found), indent=2) + "\n", encoding="utf-8")

@@ -45,7 +45,8 @@ def everything_ends(session: OwnSession, what: str) -> Iterator[None]:
         raise Interrupted(f"{what} was stopped by Ctrl-C", costs=gone) from None
     except PartialError as error:  # what it lists goes below
         raise MicsctlError(error.what, error.why, costs=gone) from error
-    except UsageError:
+    except UsageError as error:
+        error.next = "" if error.next.startswith("micsctl logs") else error.next  # the nodes are gone
         raise
     except MicsctlError as error:
         error.costs, error.next = gone, ""

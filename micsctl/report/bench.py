@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from micsctl.bench.model import (
@@ -10,6 +11,7 @@ from micsctl.bench.model import (
     Collectives,
     Crossover,
     Point,
+    Row,
     Scaling,
     Spread,
     Strategies,
@@ -21,7 +23,9 @@ from micsctl.report.demo import ON_REAL_CLUSTERS
 from micsctl.report.page import Picture, page
 from micsctl.report.table import Table, format_bytes, format_count, format_seconds
 
+_page = partial(page, template="bench.html.j2")
 _YES = {True: "yes", False: ""}
+_COUNTED = "Bytes were counted by mics' own communicators, as these nodes have no interface to read"
 
 
 def step_words(line: Mapping[str, Any]) -> str:
@@ -67,11 +71,14 @@ def strategies(found: Strategies) -> Table:
         f"{format_count(found.parameters)} parameters, {found.nodes} nodes x {found.ranks_per_node} ranks, "
         f"{found.micro_steps} micro-steps of {found.micro_batch} x {found.sequence} tokens per rank"
     )
+    how = "interleaved steps" if found.interleaved else "steps, one strategy after the other for want of memory,"
     caption = (
-        f"Times: {found.caption}; medians of {found.steps} interleaved steps after {found.warmup_steps}. "
+        f"Times: {found.caption}; medians of {found.steps} {how} after {found.warmup_steps}. "
         "Bound: the same step on unshaped links, or traffic / link, whichever is longer. "
         "Sent: per node and optimizer step; the formula has payload only."
     )
+    if _counted(found.rows):
+        caption += f" {_COUNTED}."
     return Table(title, columns, rows, frozenset(columns[1:]) - {"hierarchical", "reduce-scatter"}, caption)
 
 
@@ -86,10 +93,19 @@ def verdict(found: Strategies) -> tuple[str, ...]:
             "Equal memory: compared are those that hold no more bytes on a device than mics at p = k, in model states,"
             " gathered weights that stay and second copies. Speed-ups are medians of the ratios within each round."
         )
-    agree = f"largest relative difference {found.largest_loss_difference:.1e}"
+    agree = f"largest relative difference {found.largest_loss_difference:.1e}, of {found.losses_agree_to:.0e} allowed"
     lines.append(f"The losses are equal ({agree})" if found.losses_equal else f"THE LOSSES DIFFER ({agree})")
     if found.emulated:
-        lines.append(f"Bytes and losses are proof, seconds an illustration: {found.caption}. {ON_REAL_CLUSTERS}")
+        proof = (
+            f"Losses are proof. {_COUNTED}. Seconds are"
+            if _counted(found.rows)
+            else "Bytes and losses are proof, seconds"
+        )
+        lines.append(f"{proof} an illustration: {found.caption}. {ON_REAL_CLUSTERS}")
+    if found.on_cpu and any(row.strategy.startswith(("fsdp2", "deepspeed")) for row in found.rows):
+        lines.append(
+            "On CPU FSDP2 and DeepSpeed wait in each collective while mics computes on; on GPUs all of them overlap"
+        )
     return (*lines, *found.left_out)
 
 
@@ -145,9 +161,11 @@ def collectives(found: Collectives) -> Table:
         )
     tcp = found.tcp_bytes_per_second
     title = f"{found.nodes} nodes x {found.ranks_per_node} ranks" + (f", one TCP stream: {_rate(tcp)}" if tcp else "")
+    repeats = sorted({rate.repeats for row in found.rows for rate in row.rates})
+    many = " to ".join(str(count) for count in dict.fromkeys((repeats[0], repeats[-1]))) if repeats else "no"
     caption = (
-        f"{found.caption}. By message size: bytes that leave a node per second, as a share of the single TCP stream. "
-        "Latency and rate: the line through the times at all sizes."
+        f"{found.caption}. Medians of {many} repeats. By message size: bytes that leave a node per second, as a share "
+        "of the single TCP stream. Latency and rate: the line through the times at all sizes."
     )
     return Table(title, columns, tuple(rows), frozenset(columns[1:]), caption)
 
@@ -215,7 +233,9 @@ def _all_points(found: Crossover) -> tuple[Point, ...]:
 
 def crossover_verdict(found: Crossover) -> tuple[str, ...]:
     if found.stops_at is None:
-        return (f"In all that was measured mics is at least {PAYS_FROM}x as fast as zero3",)
+        return (f"Where computing took longest, mics is still at least {PAYS_FROM}x as fast as zero3",)
+    if not found.stops_at:
+        return (f"mics is nowhere at least {PAYS_FROM}x as fast as zero3",)
     return (
         f"mics is less than {PAYS_FROM}x as fast as zero3 where computing takes more than {found.stops_at:.2f} times"
         " what zero3's traffic needs on the link",
@@ -227,12 +247,13 @@ def strategies_page(found: Strategies) -> str:
         Picture("Step time", bench_plot.steps(found), f"Lines: from the fastest to the slowest step. {found.caption}."),
         Picture("Traffic", bench_plot.traffic(found), "Dark: what was sent. Light: the formula, payload only."),
     )
-    lead = "Each strategy trains the same model on the same data and links, one step of each in every round."
-    return page("Strategies, side by side", lead, (strategies(found),), pictures, verdict(found))
+    turns = ", one step of each in every round" if found.interleaved else ", one after the other"
+    lead = f"Each strategy trains the same model on the same data and links{turns}."
+    return _page("Strategies, side by side", lead, (strategies(found),), pictures, verdict(found))
 
 
 def traffic_page(found: Traffic) -> str:
-    return page(
+    return _page(
         "Traffic, measured against its formula",
         "Bytes are read at each node's network interface, where it has one of its own.",
         (traffic(found),),
@@ -244,23 +265,22 @@ def traffic_page(found: Traffic) -> str:
 def collectives_page(found: Collectives) -> str:
     picture = Picture("Rate over size", bench_plot.rates(found), f"Bytes that leave a node. {found.caption}.")
     verdict = collectives_verdict(found)
-    return page("Collectives", "Flat and in two stages, over all groups.", (collectives(found),), (picture,), verdict)
+    return _page("Collectives", "Flat and in two stages, over all groups.", (collectives(found),), (picture,), verdict)
 
 
 def scaling_page(found: Scaling) -> str:
     picture = Picture("Efficiency", bench_plot.efficiency(found), f"Against the fewest nodes. {found.caption}.")
-    return page("Scaling", "The same job on more nodes.", (scaling(found),), (picture,), found.notes)
-
-
-def crossover_plot(found: Crossover) -> str:
-    """For the documents."""
-    return bench_plot.crossover(found)
+    return _page("Scaling", "The same job on more nodes.", (scaling(found),), (picture,), found.notes)
 
 
 def crossover_page(found: Crossover) -> str:
-    picture = Picture("Where it stops paying", crossover_plot(found), f"Measured: {found.caption}.")
+    picture = Picture("Where it stops paying", bench_plot.crossover(found), f"Measured: {found.caption}.")
     lead = "How much faster mics is than zero3, over how long computing takes against communication."
-    return page("Where it stops paying", lead, (crossover(found),), (picture,), crossover_verdict(found))
+    return _page("Where it stops paying", lead, (crossover(found),), (picture,), crossover_verdict(found))
+
+
+def _counted(rows: Sequence[Row]) -> bool:
+    return any(row.traffic_source == "counted" for row in rows)
 
 
 def _spread(spread: Spread) -> str:

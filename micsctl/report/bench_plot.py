@@ -5,9 +5,11 @@ from __future__ import annotations
 from micsctl.bench.model import PAYS_FROM, Collectives, Crossover, Point, Row, Scaling, Strategies
 from micsctl.report.plot import COLOURS, figure_of, svg
 
+_MARKERS = "os^Dvx"
+
 
 def steps(found: Strategies) -> str:
-    """Median step of each strategy, with its spread, beside what the link alone needs."""
+    """Median step of each strategy, with its spread."""
     figure, axes = figure_of(7.5, 1.0 + 0.36 * len(found.rows))
     for place, row in enumerate(found.rows):
         seconds = row.step_seconds
@@ -37,13 +39,16 @@ def traffic(found: Strategies) -> str:
 def rates(found: Collectives) -> str:
     """Bytes that leave a node per second over the message's size, beside the single TCP stream."""
     figure, axes = figure_of(7.5, 4.2)
-    for number, row in enumerate(row for row in found.rows if row.bytes_per_second):
+    collectives = list(dict.fromkeys(row.collective for row in found.rows))
+    partition_sizes = sorted({row.partition_size for row in found.rows})
+    for row in (row for row in found.rows if row.bytes_per_second):
         points = [(rate.message_bytes / 2**20, rate.bytes_per_second) for rate in row.rates if rate.bytes_per_second]
         sizes, speeds = zip(*points, strict=True)
         style = "-" if row.hierarchical else "--"
         axes.plot(
-            sizes, [speed / 1e6 for speed in speeds], style, marker="o", markersize=3,
-            color=COLOURS[number % 4], label=row.name,
+            sizes, [speed / 1e6 for speed in speeds], style, markersize=4, label=row.name,
+            marker=_MARKERS[partition_sizes.index(row.partition_size) % len(_MARKERS)],
+            color=COLOURS[collectives.index(row.collective) % len(COLOURS)],
         )  # fmt: skip
     if found.tcp_bytes_per_second:
         axes.axhline(found.tcp_bytes_per_second / 1e6, color="#888888", linestyle=":", label="one TCP stream")
@@ -105,5 +110,5 @@ def _type(point: Point) -> str:
 
 
 def _colour(row: Row) -> str:
-    """Ours, the same sharding by others, and the rest."""
+    """mics, and the rest."""
     return COLOURS[0] if row.strategy.startswith("mics") else COLOURS[1]

@@ -17,16 +17,23 @@ class Picture:
 
 
 def page(
-    title: str, lead: str, tables: Sequence[Table], pictures: Sequence[Picture], findings: Sequence[str] = ()
+    title: str,
+    lead: str,
+    tables: Sequence[Table],
+    pictures: Sequence[Picture],
+    findings: Sequence[str] = (),
+    *,
+    template: str = "report.html.j2",
 ) -> str:
     """The page's HTML. Text is escaped; the pictures' SVG is ours and is not.
 
-    findings  sentences that stand first; with them the page is that of a benchmark
+    findings  sentences that stand first, where the template has room for them
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     templates = Environment(
         loader=FileSystemLoader(resources.templates()), undefined=StrictUndefined, autoescape=True, trim_blocks=True
     )
-    template = templates.get_template("bench.html.j2" if findings else "report.html.j2")
-    return template.render(title=title, lead=lead, tables=tables, pictures=pictures, findings=findings)
+    return templates.get_template(template).render(
+        title=title, lead=lead, tables=tables, pictures=pictures, findings=findings
+    )

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from micsctl.bench.model import Place
+from micsctl.bench.model import Site
 
-SHAPED = Place(nodes=4, ranks_per_node=2, level="netns", link_mbps=400, mtu_bytes=9001, device="cpu")
+SHAPED = Site(
+    nodes=4, ranks_per_node=2, level="netns", link_mbps=400, mtu_bytes=9001, device="cpu", free_memory_bytes=24e9
+)
 
 
 def line(entry: str, number: int, seconds: float, *, loss: float | None = 5.0, warmup: bool = False) -> dict[str, Any]:
@@ -37,5 +39,5 @@ def lines(seconds: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def place() -> Place:
+def site() -> Site:
     return SHAPED

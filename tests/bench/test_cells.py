@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mics.entries import BenchConfig, Entry, grid_of
+from mics.entries import PEERS, BenchConfig, Entry, grid_of
 from mics.shapes import ModelShape
 
 from micsctl.bench import cells
@@ -71,6 +71,7 @@ def test_shapes_keep_the_number_of_ranks() -> None:
         (lambda: cells.chosen("mics,,zero3"), "known: mics"),
         (lambda: cells.sizes("1,2,8", most=4), "there are 1 to 4 nodes"),
         (lambda: cells.sizes("0,2", most=4), "there are 1 to 4 nodes"),
+        (lambda: cells.sizes("7,11,13", most=64), "7 nodes would make 143 micro-steps"),
         (lambda: cells.sizes("one", most=4), "'one' is no number of nodes"),
         (lambda: cells.link_rates("100,0"), "rates are 1 to"),
         (lambda: cells.link_rates("fast"), "'fast' is no link rate"),
@@ -80,6 +81,22 @@ def test_bad_words_are_explained(call, words: str) -> None:  # type: ignore[no-u
     with pytest.raises(UsageError) as error:
         call()
     assert words in f"{error.value.what} {error.value.why}"
+
+
+def test_what_is_left_out_is_said() -> None:
+    every = {"precision": "fp16", "with_deepspeed": True}
+    assert set(cells.refused(cells.KNOWN, **every)) == set(PEERS)  # type: ignore[arg-type]
+    gone = cells.refused(cells.KNOWN, precision="fp32", with_deepspeed=False)
+    assert set(gone) == {"deepspeed-zero3", "deepspeed-hpz"}
+    assert cells.refused(cells.KNOWN, precision="bf16", with_deepspeed=True) == {}
+    for nodes, k, names in (
+        (3, 2, ("mics-flat", "mics at p = 4")),
+        (4, 1, ("fsdp2-hsdp", "deepspeed-hpz")),
+        (4, 2, ()),
+    ):
+        shape = {"world_size": nodes * k, "devices_per_node": k}
+        found = cells.missing(cells.KNOWN, cells.strategies(cells.KNOWN, **shape, on_cpu=True), **shape)
+        assert [line.split(":")[0] for line in found] == list(names)
 
 
 def test_good_words() -> None:

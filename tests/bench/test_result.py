@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mics.entries import Entry
 
 from micsctl.bench import cells, result
-from micsctl.bench.model import Place
+from micsctl.bench.model import Site
 from micsctl.cli.render import plain
 
 from .conftest import SHAPED, line, lines
@@ -60,12 +60,12 @@ def test_the_loss_difference_is_relative_and_within_rounds(losses: list[float]) 
     assert result.largest_loss_difference(result.steps_of(same)) == math.inf
 
 
-def rows_of(times: dict[str, list[float]], unshaped: dict[str, list[float]], place: Place = SHAPED):  # type: ignore[no-untyped-def]
+def rows_of(times: dict[str, list[float]], unshaped: dict[str, list[float]], site: Site = SHAPED):  # type: ignore[no-untyped-def]
     return result.rows(
         ENTRIES,
         steps_of(times),
         steps_of(unshaped),
-        place,
+        site,
         formula=lambda entry: 100e6 * entry.partition_size,
         held=lambda entry: 1 / entry.partition_size,
     )
@@ -99,7 +99,7 @@ def test_rows_as_json_have_the_documented_keys() -> None:
 def claims_of(entries: tuple[Entry, ...], times: dict[str, list[float]], held: dict[str, float]):  # type: ignore[no-untyped-def]
     steps = steps_of(times)
     rows = result.rows(entries, steps, (), SHAPED, formula=lambda _: 1.0, held=lambda e: held.get(e.name, 0.0))
-    return result.claims(entries, steps, rows, k=2)
+    return result.claims(entries, steps, rows, SHAPED)
 
 
 def test_the_headline_is_against_the_fastest_rival_that_holds_no_more() -> None:
@@ -109,11 +109,26 @@ def test_the_headline_is_against_the_fastest_rival_that_holds_no_more() -> None:
     times |= {"zero2, p = 8": [1.0, 1.0], "zero3, p = 8, native": [1.0, 1.0], "fsdp2, p = 8": [1.0, 1.0]}  # no rivals
     headline, *others = claims_of(entries, times, {})
     assert (headline.fast, headline.slow, headline.ratio) == ("mics, p = 2", "deepspeed-zero3, p = 8", 3.0)
-    assert "headline" in headline.note
+    assert headline.note == (
+        "headline: the fastest of zero3, fsdp2-hsdp, deepspeed-zero3, deepspeed-zero3, second gather, deepspeed-hpz"
+        " at equal memory"
+    )
     assert ("mics, p = 2", "zero3, p = 8", 4.0) in {(claim.fast, claim.slow, claim.ratio) for claim in others}
     # one that holds more on a device is no rival
     headline, *_ = claims_of(entries, times, {"mics, p = 2": 8.0, "deepspeed-zero3, p = 8": 9.0})
     assert headline.slow == "zero3, p = 8"
+
+
+def test_without_zero3_there_is_no_headline() -> None:
+    entries = cells.strategies(("mics", "deepspeed-zero3"), world_size=8, devices_per_node=2, on_cpu=True)
+    found = claims_of(entries, {entry.name: [1.0, 2.0] for entry in entries}, {})
+    assert not any("headline" in claim.note for claim in found)
+    assert any(claim.slow == "deepspeed-zero3, p = 8" for claim in found)
+
+
+def test_sixteen_bits_may_differ_more() -> None:
+    assert result.losses_agree_to("fp32") == result.losses_agree_to("fp64") == 1e-4
+    assert result.losses_agree_to("bf16") == 1e-2
 
 
 def test_the_other_claims() -> None:

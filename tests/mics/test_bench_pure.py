@@ -13,7 +13,7 @@ from mics.bench import emulated
 from mics.bench.__main__ import check, main, readable
 from mics.bench.deepspeed import zero_config
 from mics.bench.emulated import emulate
-from mics.bench.rounds import Measured, Turn, record, turns
+from mics.bench.rounds import Measured, Turn, record, schedule
 from mics.bench.tokens import random_batches
 from mics.entries import BenchConfig, Entry
 from mics.errors import RunRefusedError
@@ -27,24 +27,24 @@ def entries(count):
 
 @given(st.integers(1, 6), st.integers(0, 3), st.integers(1, 8), st.booleans())
 def test_every_entry_has_one_step_in_each_round(count, warmup, steps, together):
-    made = list(turns(BenchConfig(entries(count), warmup, steps, together)))
+    made = list(schedule(BenchConfig(entries(count), warmup, steps, together)))
     assert Counter((turn.round, turn.entry.name) for turn in made) == Counter(
         (number, f"e{index}") for number in range(1, warmup + steps + 1) for index in range(count)
     )
 
 
 def test_no_entry_always_follows_the_same_one():
-    made = [turn.entry.name for turn in turns(BenchConfig(entries(3), 0, 6))]
+    made = [turn.entry.name for turn in schedule(BenchConfig(entries(3), 0, 6))]
     before = {name: {a for a, b in pairwise(made) if b == name} for name in made}
     assert all(len(found) > 1 for found in before.values())
-    assert [turn.entry.name for turn in turns(BenchConfig(entries(2), 0, 4))] == [
+    assert [turn.entry.name for turn in schedule(BenchConfig(entries(2), 0, 4))] == [
         *("e0", "e1", "e1", "e0"),
         *("e1", "e0", "e0", "e1"),
     ]
 
 
 def test_one_after_the_other():
-    made = [(turn.entry.name, turn.round) for turn in turns(BenchConfig(entries(2), 1, 1, together=False))]
+    made = [(turn.entry.name, turn.round) for turn in schedule(BenchConfig(entries(2), 1, 1, together=False))]
     assert made == [("e0", 1), ("e0", 2), ("e1", 1), ("e1", 2)]
 
 

@@ -13,12 +13,12 @@ from micsctl.bench.model import (
     Collective,
     Collectives,
     Crossover,
-    Place,
     Point,
     Rate,
     Row,
     Scaling,
     ScalingRow,
+    Site,
     Spread,
     Strategies,
     Traffic,
@@ -26,7 +26,7 @@ from micsctl.bench.model import (
 )
 from micsctl.report import bench
 
-CAPTION = Place(4, 2, "netns", 400, 9001, "cpu").caption
+CAPTION = Site(4, 2, "netns", 400, 9001, "cpu", 24e9).caption
 MICS = Row(
     strategy="mics",
     partition_size=2,
@@ -58,7 +58,10 @@ FOUND = Strategies(
     steps=7,
     warmup_steps=3,
     claims=(Claim("mics, p = 2", "zero3, p = 8", 3.5, "headline: the best"),),
+    losses_agree_to=1e-4,
     losses_equal=True,
+    interleaved=True,
+    on_cpu=True,
     largest_loss_difference=1e-7,
     left_out=("deepspeed-hpz: left out, DeepSpeed <is> not installed",),
 )
@@ -66,8 +69,8 @@ FOUND = Strategies(
 
 def test_the_place_says_what_times_are() -> None:
     assert CAPTION == "CPU/gloo, emulated link of 400 Mbit/s"
-    assert "say nothing about networks" in Place(4, 2, "process", None, None, "cpu").caption
-    assert Place(2, 8, "aws", None, None, "A100").caption == "A100/NCCL, 2 nodes x 8 devices"
+    assert "say nothing about networks" in Site(4, 2, "process", None, None, "cpu", 24e9).caption
+    assert Site(2, 8, "aws", None, None, "A100", 24e9).caption == "A100/NCCL, 2 nodes x 8 devices"
 
 
 def test_table_of_strategies() -> None:
@@ -87,8 +90,20 @@ def test_verdict_in_sentences() -> None:
     assert any(line.startswith("The losses are equal") for line in lines)
     assert any(f"seconds an illustration: {CAPTION}. On real clusters expect less" in line for line in lines)
     assert not any("illustration" in line for line in bench.verdict(replace(FOUND, emulated=False)))
+    counted = replace(FOUND, rows=(replace(MICS, traffic_source="counted"), replace(ZERO3, strategy="fsdp2")))
+    assert any(line.startswith("Losses are proof. Bytes were counted by mics") for line in bench.verdict(counted))
+    assert "counted by mics" in bench.strategies(counted).caption
+    assert any("wait in each collective" in line for line in bench.verdict(counted))
+    assert not any("wait in each collective" in line for line in bench.verdict(replace(counted, on_cpu=False)))
     apart = replace(FOUND, losses_equal=False, largest_loss_difference=math.inf)
     assert any(line.startswith("THE LOSSES DIFFER") for line in bench.verdict(apart))
+
+
+def test_steps_that_were_not_interleaved_are_not_called_so() -> None:
+    alone = replace(FOUND, interleaved=False)
+    assert "7 interleaved steps after 3" in bench.strategies(FOUND).caption
+    assert "interleaved" not in bench.strategies(alone).caption
+    assert "one after the other" in bench.strategies_page(alone)
 
 
 def cell(sent: float | None) -> TrafficCell:
@@ -112,9 +127,15 @@ COLLECTIVES = Collectives(
     47e6,
     (
         Collective(
-            "gather", 4, True, 1e-3, 46e6, 90e6, (Rate(1 << 20, SPREAD, 30e6, 0.64), Rate(4 << 20, SPREAD, 45e6, 0.95))
+            "gather",
+            4,
+            True,
+            1e-3,
+            46e6,
+            90e6,
+            (Rate(1 << 20, 7, SPREAD, 30e6, 0.64), Rate(4 << 20, 5, SPREAD, 45e6, 0.95)),
         ),
-        Collective("gather", 2, False, 1e-4, None, 2e9, (Rate(1 << 20, SPREAD, None, None),)),
+        Collective("gather", 2, False, 1e-4, None, 2e9, (Rate(1 << 20, 7, SPREAD, None, None),)),
     ),
     CAPTION,
 )
@@ -123,6 +144,7 @@ COLLECTIVES = Collectives(
 def test_collectives_as_shares_of_one_stream() -> None:
     rows = bench.collectives(COLLECTIVES).rows
     assert rows[0] == ("gather, p = 4, hierarchical", "1.00 ms", "46.0 MB/s per node", "64%", "95%")
+    assert "Medians of 5 to 7 repeats" in bench.collectives(COLLECTIVES).caption
     assert rows[1] == ("gather, p = 2", "0.10 ms", "2.0 GB/s per device, inside", "-", "-")
     assert bench.collectives_verdict(COLLECTIVES) == (
         "hierarchical: from 4 MiB up at least 95% of one TCP stream (gather, p = 4, hierarchical, 4 MiB)",
@@ -148,7 +170,10 @@ CROSSOVER = Crossover(
 
 def test_crossover_is_said() -> None:
     assert "more than 2.50 times" in bench.crossover_verdict(CROSSOVER)[0]
-    assert "In all that was measured" in bench.crossover_verdict(replace(CROSSOVER, stops_at=None))[0]
+    assert (
+        "Where computing took longest, mics is still" in bench.crossover_verdict(replace(CROSSOVER, stops_at=None))[0]
+    )
+    assert "nowhere" in bench.crossover_verdict(replace(CROSSOVER, stops_at=0.0))[0]
 
 
 @pytest.mark.parametrize(

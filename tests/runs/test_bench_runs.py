@@ -11,7 +11,7 @@ from mics.config import RunConfig, TrainConfig
 
 from micsctl import resources
 from micsctl.bench.compare import model_of
-from micsctl.bench.job import has_deepspeed, place_of, prepare, run, train_config
+from micsctl.bench.job import has_deepspeed, prepare, run, site_of, train_config
 from micsctl.errors import JobError, UsageError
 from micsctl.runs.launch import start_script
 from micsctl.runs.state import list_runs
@@ -127,8 +127,8 @@ def test_model_of_the_command_line() -> None:
 
 
 def test_where_it_runs_and_what_is_installed(hosts: Any, topology: Topology) -> None:
-    place = place_of(hosts, topology, level="process", link_mbps=None)
-    assert (place.nodes, place.ranks_per_node, place.mtu_bytes, place.device) == (2, 2, None, "cpu")
+    site = site_of(hosts, topology, level="process", link_mbps=None)
+    assert (site.nodes, site.ranks_per_node, site.mtu_bytes, site.device) == (2, 2, None, "cpu")
     for host in hosts:
         host.home.joinpath(".micsctl/python").write_text("#!/bin/sh\nexit 1\n")
     assert not has_deepspeed(hosts)

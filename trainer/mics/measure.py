@@ -13,15 +13,13 @@ Exit codes, each but 0 with a line on stderr that says why:
   2   run.json or measure.json cannot be used, or the nodes do not reach each other
   73  metrics.jsonl cannot be written
   74  a rank stood still for longer than limits.step_seconds
-  75  stopped by SIGTERM or Ctrl-C
+  143 stopped by SIGTERM or Ctrl-C
 Anything else is a crash.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import signal
 import statistics
 import sys
@@ -38,46 +36,22 @@ from mics.alphabeta import Point, fit
 from mics.config import RunConfig
 from mics.errors import RunFolderError, RunRefusedError
 from mics.job import check_same
+from mics.lines import Lines
 from mics.probes import Cell, Collective, MeasureConfig, Pair, cells, pairings
-from mics.program import STOPPED_UNSAVED, noted_signals, refused, unwritable
-from mics.ranks import Place, check_place, collective_timeout, join, leave, meet, node_names, place_of
+from mics.program import STOPPED_UNSAVED, joined, noted_signals, refused, unwritable
+from mics.ranks import Place, leave
 from mics.sharding import Connection, connect, disconnect
 from mics.stream import Rates, one_way
 from mics.train import read_run
-from mics.turns import Pass, all_reduce_pass, gather_pass, in_turns, memory_for, reduce_scatter_pass
-from mics.watch import Watch
+from mics.turns import Timed, all_reduce_pass, gather_pass, in_turns, memory_for, reduce_scatter_pass
 
 Write = Callable[[Mapping[str, Any]], None]
 At = Callable[[str], None]
-PASSES: Mapping[Collective, Callable[[Connection, float, torch.Tensor], Pass]] = {
+PASSES: Mapping[Collective, Callable[[Connection, float, torch.Tensor], Timed]] = {
     "gather": gather_pass,
     "reduce_scatter": reduce_scatter_pass,
     "all_reduce": all_reduce_pass,
 }
-
-
-class Lines:
-    """metrics.jsonl and a line for the reader, on rank 0; elsewhere nothing. Counts the lines."""
-
-    def __init__(self, path: Path, *, writes: bool) -> None:
-        self._path, self._writes, self.count = path, writes, 0
-        self._put("", "w")
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        self.count += 1
-        self._put(json.dumps({"step": self.count, **record}) + "\n", "a")
-        if self._writes:
-            sys.stdout.write(f"{readable(record)}\n")
-            sys.stdout.flush()
-
-    def _put(self, text: str, mode: str) -> None:
-        if not self._writes:
-            return
-        try:
-            with self._path.open(mode) as file:
-                file.write(text)
-        except OSError as error:
-            raise RunFolderError(f"{self._path} cannot be written: {error.strerror}") from error
 
 
 def measure(
@@ -254,17 +228,13 @@ def _read_measure(path: Path) -> MeasureConfig:
 
 
 def _run(run: RunConfig, wanted: MeasureConfig, folder: Path, signals: Sequence[int]) -> bool:
-    place, limits = place_of(os.environ), run.train.limits
-    check_place(place, nodes=run.nodes, devices_per_node=run.devices_per_node)
     try:
         timed = cells(wanted, world_size=run.world_size, devices_per_node=run.devices_per_node)
     except ValueError as error:
         raise RunRefusedError(f"measure.json: {error}") from error
-    store = meet(place, os.environ, timeout=collective_timeout(limits))
-    with Watch(store, place, node_names(run), limits, folder) as watch:
-        device = join(place, store, timeout=collective_timeout(limits))
+    with joined(run, folder) as (place, device, watch):
         check_same(wanted.to_json(), "another measure.json", place)
-        lines = Lines(folder / "metrics.jsonl", writes=place.rank == 0)
+        lines = Lines(folder / "metrics.jsonl", readable, writes=place.rank == 0)
         done = measure(
             wanted,
             timed,

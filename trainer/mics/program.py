@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from mics import settings
+from mics.config import RunConfig
 from mics.errors import RunFolderError, RunRefusedError
-from mics.ranks import leave
+from mics.ranks import Place, check_place, collective_timeout, join, leave, meet, node_names, place_of
+from mics.watch import Watch
 
 REFUSED, UNSAVED, STOPPED = 2, 73, 75
 STOPPED_UNSAVED = 128 + signal.SIGTERM  # as the shell says of a process that SIGTERM ended
@@ -24,6 +31,18 @@ def noted_signals() -> list[int]:
         if signal.getsignal(stop) != signal.SIG_IGN:  # nohup
             signal.signal(stop, lambda number, _: signals.append(number))
     return signals
+
+
+@contextmanager
+def joined(run: RunConfig, folder: Path) -> Iterator[tuple[Place, torch.device, Watch]]:
+    """This rank's place, its device, and the watch over all ranks, once they have met. Raises RunRefusedError."""
+    place, timeout = place_of(os.environ), collective_timeout(run.train.limits)
+    check_place(place, nodes=run.nodes, devices_per_node=run.devices_per_node)
+    if run.train.deterministic:
+        settings.deterministic()
+    store = meet(place, os.environ, timeout=timeout)
+    with Watch(store, place, node_names(run), run.train.limits, folder) as watch:
+        yield place, join(place, store, timeout=timeout), watch
 
 
 def refused(error: RunRefusedError) -> int:

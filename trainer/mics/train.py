@@ -51,13 +51,12 @@ from mics.notice import Notice
 from mics.optim import learning_rate, optimizer_step, set_learning_rate
 from mics.precision import LossScale
 from mics.profile import Window
-from mics.program import REFUSED, STOPPED, STOPPED_UNSAVED, UNSAVED, end, noted_signals, refused, unwritable
-from mics.ranks import Place, check_place, collective_timeout, join, leave, meet, node_names, place_of, together
+from mics.program import REFUSED, STOPPED, STOPPED_UNSAVED, UNSAVED, end, joined, noted_signals, refused, unwritable
+from mics.ranks import Place, leave, node_names, together
 from mics.sharding import boundary, clip
 from mics.slow import Patience, in_words, slow_ranks
 from mics.timer import StepTimer
 from mics.validate import validation_loss
-from mics.watch import Watch
 
 DIVERGED = 76
 SummedLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -188,7 +187,7 @@ def train(
                     "Try a lower lr, a longer warmup or another precision"
                 )
             # Weights that give no finite loss would push a good checkpoint out.
-            saves = job.saver and record["loss"] is not None
+            saves = job.saver is not None and record["loss"] is not None
             if job.saver and saves and due(number, every=t.checkpoint.every, last=last):
                 at(number, "checkpoint", long=True)
                 report(job.saver.save(job.state, progress), job.place)
@@ -278,14 +277,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(run: RunConfig, folder: Path, signals: Sequence[int]) -> bool:
-    place, launcher = place_of(os.environ), os.getppid()
-    check_place(place, nodes=run.nodes, devices_per_node=run.devices_per_node)
-    if run.train.deterministic:
-        settings.deterministic()
-    store, names = meet(place, os.environ, timeout=collective_timeout(run.train.limits)), node_names(run)
-    notice = Notice(os.environ) if place.local_rank == 0 else None
-    with Watch(store, place, names, run.train.limits, folder) as watch:
-        device = join(place, store, timeout=collective_timeout(run.train.limits))
+    launcher = os.getppid()
+    with joined(run, folder) as (place, device, watch):
+        notice = Notice(os.environ) if place.local_rank == 0 else None
         job = prepare(run, place, device)
         watch.follow(job.connection.meter.current)
         board = together(lambda: _board(job, folder), place)

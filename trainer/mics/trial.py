@@ -10,7 +10,7 @@ import torch
 
 from mics.sharding import Connection, connect, disconnect
 from mics.topology import RankGrid
-from mics.turns import Pass, gather_pass, in_turns, memory_for, reduce_scatter_pass
+from mics.turns import Timed, gather_pass, in_turns, memory_for, reduce_scatter_pass
 
 REPEATS = 50  # of each form at most; more do not move the median
 
@@ -59,7 +59,7 @@ def hierarchical_pays(
     return Trial(flat, hierarchical, len(measured))
 
 
-def _both(connection: Connection, block_bytes: float, memory: torch.Tensor) -> Pass:
+def _both(connection: Connection, block_bytes: float, memory: torch.Tensor) -> Timed:
     """One gather and one reduce-scatter of a block."""
     gather = gather_pass(connection, block_bytes, memory)
     reduce_scatter = reduce_scatter_pass(connection, block_bytes, memory)

@@ -10,22 +10,23 @@ import torch.distributed as dist
 
 from mics.sharding import Connection, collectives_of
 
-Pass = Callable[[], None]
+Timed = Callable[[], None]
 
 
 def in_turns(
-    passes: Sequence[Pass], *, repeats: int, enough: Callable[[], bool], device: torch.device
+    passes: Sequence[Timed], *, repeats: int, enough: Callable[[], bool], device: torch.device
 ) -> list[list[float]]:
     """Seconds of each pass by repeat, of the slowest rank. The same on every rank. Collective over the world.
 
-    Each repeat begins with another pass: what slows one down by its place slows each in its turn. Ends after `repeats`,
+    Every second repeat goes backwards and every two begin one pass later, so that none always follows the same one:
+    what a pass leaves behind (a full bucket of a shaped link, say) serves each in its turn. Ends after `repeats`,
     or with the first repeat after which any rank has `enough`.
     """
     measured: list[list[float]] = []
     while len(measured) < repeats:
-        turn = len(measured) % len(passes)
-        order = [*range(turn, len(passes)), *range(turn)]
-        taken = {place: _seconds_of(passes[place], device) for place in order}
+        first = len(measured) // 2 % len(passes)
+        order = [*range(first, len(passes)), *range(first)]
+        taken = {place: _seconds_of(passes[place], device) for place in (order[::-1] if len(measured) % 2 else order)}
         row = torch.tensor([*(taken[place] for place in range(len(passes))), enough()], dtype=torch.float64)
         row = row.to(device)
         dist.all_reduce(row, op=dist.ReduceOp.MAX)
@@ -41,7 +42,7 @@ def memory_for(message_bytes: float, world_size: int, device: torch.device) -> t
     return torch.zeros(2 * (int(message_bytes) // 4 + world_size), device=device)
 
 
-def gather_pass(connection: Connection, message_bytes: float, memory: torch.Tensor) -> Pass:
+def gather_pass(connection: Connection, message_bytes: float, memory: torch.Tensor) -> Timed:
     """A gather of `message_bytes` over the partition group, as FSDP2 calls it."""
     gather, _ = collectives_of(connection)
     whole, _ = _buffers(connection, message_bytes, memory)
@@ -55,7 +56,7 @@ def gather_pass(connection: Connection, message_bytes: float, memory: torch.Tens
     return one
 
 
-def reduce_scatter_pass(connection: Connection, message_bytes: float, memory: torch.Tensor) -> Pass:
+def reduce_scatter_pass(connection: Connection, message_bytes: float, memory: torch.Tensor) -> Timed:
     """A reduce-scatter of `message_bytes` over the partition group, as FSDP2 calls it."""
     _, reduce_scatter = collectives_of(connection)
     whole, part = _buffers(connection, message_bytes, memory)
@@ -66,7 +67,7 @@ def reduce_scatter_pass(connection: Connection, message_bytes: float, memory: to
     return one
 
 
-def all_reduce_pass(connection: Connection, message_bytes: float, memory: torch.Tensor) -> Pass:
+def all_reduce_pass(connection: Connection, message_bytes: float, memory: torch.Tensor) -> Timed:
     """The hop 2 of a message that had `message_bytes` before hop 1: an all-reduce of this rank's shard of it."""
     _, part = _buffers(connection, message_bytes, memory)
 
@@ -83,7 +84,7 @@ def _buffers(connection: Connection, message_bytes: float, memory: torch.Tensor)
     return memory[: mine * size], memory[mine * size : mine * (size + 1)]
 
 
-def _seconds_of(one: Pass, device: torch.device) -> float:
+def _seconds_of(one: Timed, device: torch.device) -> float:
     dist.barrier()
     _finish(device)
     started = time.perf_counter()

@@ -19,10 +19,9 @@ Anything else is a crash.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,12 @@ from mics.bench.rounds import race
 from mics.config import RunConfig
 from mics.entries import BenchConfig, Entry, grid_of
 from mics.errors import RunFolderError, RunRefusedError
+from mics.job import check_same
+from mics.lines import Lines
 from mics.metrics import InterfaceCounter
-from mics.program import refused, unwritable
-from mics.ranks import Place, check_place, collective_timeout, join, leave, meet, node_names, place_of, together
+from mics.program import joined, refused, unwritable
+from mics.ranks import Place, leave, together
 from mics.train import At, nowhere
-from mics.watch import Watch
 
 
 def read(config: Path) -> tuple[RunConfig, BenchConfig]:
@@ -80,15 +80,6 @@ def readable(line: Mapping[str, Any], *, steps: int) -> str:
     )
 
 
-def append(path: Path, text: str) -> None:
-    """Raises RunFolderError."""
-    try:
-        with path.open("a") as file:
-            file.write(text)
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be written: {error.strerror}") from error
-
-
 def bench(
     run: RunConfig, config: BenchConfig, folder: Path, place: Place, device: torch.device, at: At = nowhere
 ) -> None:
@@ -98,14 +89,10 @@ def bench(
     """
     together(lambda: check(config, run, device), place)
     interface = together(lambda: InterfaceCounter(run.interface, reads=place.local_rank == 0), place)
-    path, steps = folder / "metrics.jsonl", (config.warmup_steps + config.steps) * len(config.entries)
-    if place.rank == 0:
-        path.unlink(missing_ok=True)
+    steps = (config.warmup_steps + config.steps) * len(config.entries)
+    lines = Lines(folder / "metrics.jsonl", partial(readable, steps=steps), writes=place.rank == 0)
     for line in race(config, Setting(run, place, device, config.emulated_compute_seconds), interface, at):
-        if place.rank == 0:
-            append(path, json.dumps(line) + "\n")
-            sys.stdout.write(readable(line, steps=steps) + "\n")
-            sys.stdout.flush()
+        lines.write(line)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -126,14 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(run: RunConfig, config: BenchConfig, folder: Path) -> None:
-    place = place_of(os.environ)
-    check_place(place, nodes=run.nodes, devices_per_node=run.devices_per_node)
-    if run.train.deterministic:
-        settings.deterministic()
-    timeout = collective_timeout(run.train.limits)
-    store = meet(place, os.environ, timeout=timeout)
-    with Watch(store, place, node_names(run), run.train.limits, folder) as watch:
-        bench(run, config, folder, place, join(place, store, timeout=timeout), watch.at)
+    with joined(run, folder) as (place, device, watch):
+        check_same(config.to_json(), "another bench.json", place)
+        bench(run, config, folder, place, device, watch.at)
 
 
 if __name__ == "__main__":

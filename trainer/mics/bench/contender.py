@@ -46,7 +46,8 @@ class Setting:
 
 
 class Contender(ABC):
-    """One way to train, ready on this rank. Gathered weights are freed after the forward pass, except in zero2."""
+    """One way to train, ready on this rank. Gathered weights are freed after the forward pass, except in zero2 and
+    where DeepSpeed keeps them at its defaults."""
 
     built: Built
 

@@ -34,7 +34,7 @@ class Turn:
     entry: Entry
 
 
-def turns(config: BenchConfig) -> Iterator[Turn]:
+def schedule(config: BenchConfig) -> Iterator[Turn]:
     """Who trains when. Pure.
 
     Together: each round has one step of every entry. Every second round goes backwards and every two rounds begin one
@@ -110,7 +110,7 @@ def race(
     last_round = config.warmup_steps + config.steps
     contenders: dict[str, Contender] = {}
     settings.quiet_garbage()
-    for step, turn in enumerate(turns(config), start=1):
+    for step, turn in enumerate(schedule(config), start=1):
         entry = turn.entry
         if entry.name not in contenders:
             at(step, f"making {entry.name}", long=True)

@@ -19,7 +19,7 @@ from micsctl.report import clusters as cluster_report
 if TYPE_CHECKING:
     from mics.config import TrainConfig
 
-    from micsctl.bench.stage import Stage
+    from micsctl.bench.testbed import Testbed
     from micsctl.cluster.model import Cluster
     from micsctl.remote.host import Host
 
@@ -45,7 +45,7 @@ class Wish:
 
 
 def running(session: Session) -> Cluster | None:
-    """The cluster of mics.yaml; None where a sandbox of the benchmark's own takes its place.
+    """The cluster of mics.yaml; None where a sandbox of the benchmark's own takes its site.
 
     Raises UsageError for a real provider without a cluster.
     """
@@ -60,7 +60,7 @@ def running(session: Session) -> Cluster | None:
 
 
 @contextmanager
-def on_cluster(session: Session, cluster: Cluster, wish: Wish, model: TrainConfig) -> Iterator[Stage]:
+def on_cluster(session: Session, cluster: Cluster, wish: Wish, model: TrainConfig) -> Iterator[Testbed]:
     """On the cluster of mics.yaml. Raises UsageError for a wish about a sandbox of the benchmark's own."""
     if wish.flags:
         why = f"cluster {cluster.name!r} is up, and benchmarks run there"
@@ -70,7 +70,7 @@ def on_cluster(session: Session, cluster: Cluster, wish: Wish, model: TrainConfi
     goes_on = f"cluster {cluster.name!r} goes on, and so does what it costs"
     try:
         with session.hosts(cluster) as hosts:
-            yield _stage(session, cluster, hosts, model, level=level, link_mbps=link)
+            yield _testbed(session, cluster, hosts, model, level=level, link_mbps=link)
     except KeyboardInterrupt:
         raise Interrupted(f"{_WHAT} was stopped by Ctrl-C", costs=goes_on, next="micsctl status") from None
 
@@ -78,7 +78,7 @@ def on_cluster(session: Session, cluster: Cluster, wish: Wish, model: TrainConfi
 @contextmanager
 def in_own_sandbox(
     session: Session, model: TrainConfig, *, nodes: int, devices_per_node: int, link_mbps: int | None
-) -> Iterator[Stage]:
+) -> Iterator[Testbed]:
     """In a sandbox of its own, of which nothing is left afterwards. link_mbps: None = not shaped."""
     from micsctl.cluster.up import up
     from micsctl.remote.ssh import open_hosts
@@ -98,26 +98,26 @@ def in_own_sandbox(
         own.render.note(f"  level {sandbox.level}, {cluster_report.links(sandbox)}")
         cluster = up(own.aws, own.spec, own.files, report=own.render, open_hosts=open_hosts)
         with own.hosts(cluster) as hosts:
-            yield _stage(own, cluster, hosts, model, level=sandbox.level, link_mbps=sandbox.link_mbps)
+            yield _testbed(own, cluster, hosts, model, level=sandbox.level, link_mbps=sandbox.link_mbps)
     if leftovers(own):
         raise MicsctlError("something of the benchmark's sandbox is left", "it is listed above")
 
 
-def _stage(
+def _testbed(
     session: Session, cluster: Cluster, hosts: list[Host], model: TrainConfig, *, level: str, link_mbps: int | None
-) -> Stage:
-    from micsctl.bench.job import place_of
-    from micsctl.bench.stage import Stage
+) -> Testbed:
+    from micsctl.bench.job import site_of
+    from micsctl.bench.testbed import Testbed
 
     with session.render.phase("topology"):
         topology = session.discover(cluster, hosts)
-    place = place_of(hosts, topology, level=level, link_mbps=link_mbps)
-    return Stage(hosts, topology, place, model, isinstance(session, OwnSession), partial(_watch, session.render))
+    site = site_of(hosts, topology, level=level, link_mbps=link_mbps)
+    return Testbed(hosts, topology, site, model, isinstance(session, OwnSession), partial(_watch, session.render))
 
 
 @contextmanager
 def _watch(render: Render, program: str, measurements: int) -> Iterator[BenchView]:
-    from micsctl.bench.stage import MEASURE
+    from micsctl.bench.testbed import MEASURE
 
     view = BenchView(render, measurements, shown.measure_words if program == MEASURE else shown.step_words)
     view.open()

@@ -7,15 +7,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mics.config import RunConfig, TrainConfig
+from mics.config import Precision, RunConfig, TrainConfig
 from mics.entries import BenchConfig, Entry
 from mics.probes import MeasureConfig
 from mics.shapes import ModelShape
 
 from micsctl.bench.collectives import measurements
-from micsctl.bench.formula import held_bytes
+from micsctl.bench.formula import together
 from micsctl.bench.job import prepare, run
-from micsctl.bench.model import Place
+from micsctl.bench.model import Site
 from micsctl.bench.result import Step, steps_of
 from micsctl.remote.host import Host
 from micsctl.runs.follow import Watcher
@@ -27,7 +27,7 @@ Watch = Callable[[str, int], AbstractContextManager[Watcher]]
 
 
 @dataclass(frozen=True)
-class Stage:
+class Testbed:
     """Nodes, what trains on them, and who is told.
 
     own  a sandbox of the benchmark's own, which can be had again with other links
@@ -35,7 +35,7 @@ class Stage:
 
     hosts: Sequence[Host]
     topology: Topology
-    place: Place
+    site: Site
     model: TrainConfig
     own: bool
     watch: Watch
@@ -46,23 +46,29 @@ class Stage:
         assert shape is not None  # checked where the command line was read
         return shape
 
-    def first(self, nodes: int) -> Stage:
+    @property
+    def precision(self) -> Precision:
+        """That these devices train in."""
+        return self._prepare(1).precision
+
+    def first(self, nodes: int) -> Testbed:
         """The first so many nodes of it."""
         topology = replace(self.topology, nodes=self.topology.nodes[:nodes])
-        return replace(self, topology=topology, place=replace(self.place, nodes=nodes))
+        return replace(self, topology=topology, site=replace(self.site, nodes=nodes))
 
     def train(self, config: BenchConfig) -> Job:
         """Run mics.bench: all entries at once in memory where they fit, so that they take turns step by step."""
         run_config = self._prepare(len(config.entries) * (config.warmup_steps + config.steps))
-        memory = self.topology.device_memory_bytes
-        held = sum(held_bytes(entry, self.shape, run_config.precision, self.place) for entry in config.entries)
-        config = replace(config, together=self.place.on_cpu or held < memory / 2)
+        at_once = together(
+            config.entries, self.shape, run_config.precision, self.site, device_bytes=self.topology.device_memory_bytes
+        )
+        config = replace(config, together=at_once)
         lines = self._run(run_config, BENCH, {"bench.json": config.to_json()})
-        return Job(self.place, self.shape, run_config, config, tuple(steps_of(lines)))
+        return Job(self.site, self.shape, run_config, config, tuple(steps_of(lines)))
 
     def measure(self, config: MeasureConfig) -> list[dict[str, Any]]:
         """Run mics.measure; the lines that it wrote."""
-        run_config = self._prepare(measurements(config, self.place))
+        run_config = self._prepare(measurements(config, self.site))
         return self._run(run_config, MEASURE, {"measure.json": config.to_json()})
 
     def _prepare(self, count: int) -> RunConfig:
@@ -77,7 +83,7 @@ class Stage:
 class Job:
     """One run of mics.bench that has ended."""
 
-    place: Place
+    site: Site
     shape: ModelShape
     run: RunConfig
     config: BenchConfig
