@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mics.bench import emulated
 from mics.bench.__main__ import check, main, readable
 from mics.bench.deepspeed import zero_config
-from mics.bench.emulated import emulate
+from mics.bench.emulated import Device, emulate
 from mics.bench.rounds import Measured, Turn, record, schedule
 from mics.bench.tokens import random_batches
 from mics.entries import BenchConfig, Entry
@@ -129,7 +129,7 @@ def clock(monkeypatch):
 @pytest.mark.parametrize(("seconds", "taken"), [(18.0, 18.0), (9.0, 9.0), (3.0, 9.0)])
 def test_blocks_take_their_share_of_the_time_and_never_more_than_they_compute(clock, seconds, taken):
     blocks = [Block(clock) for _ in range(3)]
-    emulate(blocks, seconds)
+    emulate(blocks, seconds, Device())
     x = torch.ones((), requires_grad=True)
     out = nn.Sequential(*blocks)(x)
     assert clock.now == pytest.approx(taken / 3)
@@ -143,7 +143,7 @@ def test_what_is_computed_again_belongs_to_the_backward_pass(clock):
     block = Block(clock)
     inner = block.forward
     block.forward = lambda x: checkpoint(inner, x, use_reentrant=False)
-    emulate([block], 30.0)
+    emulate([block], 30.0, Device())
     block(torch.ones((), requires_grad=True)).backward()
     assert (clock.now, clock.slept) == (pytest.approx(30), pytest.approx(30 - 4))
 
@@ -151,16 +151,48 @@ def test_what_is_computed_again_belongs_to_the_backward_pass(clock):
 def test_what_comes_before_a_block_s_backward_pass_is_not_its_time(clock):
     """FSDP2 hangs its wait for the gather on the output of a block."""
     block = Block(clock)
-    emulate([block], 30.0)
+    emulate([block], 30.0, Device())
     out = block(torch.ones((), requires_grad=True))
     out.register_hook(lambda _: clock.sleep(5))
     out.backward()
     assert clock.now == pytest.approx(35)
 
 
+@pytest.mark.parametrize(
+    ("host", "collectives", "taken"),
+    [
+        (4.0, 0.0, 4 + 90.0),  # but for the first, the device has not yet finished the block before
+        (4.0, 6.0, 90.0 + 3 * 6.0),  # waits for gathers are not hidden, one before each block
+        (40.0, 0.0, 3 * 40.0 + 10.0 + 60.0),  # a host that cannot keep up delays the forward pass
+    ],
+)
+def test_the_host_s_work_hides_under_compute_and_waits_for_collectives_do_not(clock, host, collectives, taken):
+    waited = []
+
+    def before():
+        clock.now += host + collectives
+        waited.append(collectives)
+
+    def exposed():
+        total = sum(waited)
+        waited.clear()
+        return total
+
+    device = Device()
+    device.restart(exposed)
+    blocks = [Block(clock) for _ in range(3)]
+    emulate(blocks, 90.0, device)
+    x = torch.ones((), requires_grad=True)
+    for block in blocks:
+        before()
+        x = block(x)
+    x.backward()
+    assert clock.now == pytest.approx(taken)
+
+
 def test_a_forward_pass_without_gradients_takes_its_third(clock):
     block = Block(clock)
-    emulate([block], 30.0)
+    emulate([block], 30.0, Device())
     with torch.no_grad():
         block(torch.ones(()))
     assert clock.now == pytest.approx(10)
@@ -168,7 +200,7 @@ def test_a_forward_pass_without_gradients_takes_its_third(clock):
 
 def test_blocks_that_return_no_tensor_are_refused():
     block = nn.Identity()
-    emulate([block], 1.0)
+    emulate([block], 1.0, Device())
     with pytest.raises(RunRefusedError, match="not tuple"):
         block((torch.ones(()),))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mics.bench.emulated import emulate
+from mics.bench.emulated import Device, emulate
 from mics.config import RunConfig
 from mics.data.batches import Batch
 from mics.models.build import build
@@ -29,6 +29,7 @@ class Setting:
     place: Place
     device: torch.device
     emulated_compute_seconds: float = 0.0
+    emulated: Device = field(default_factory=Device)
 
     def build(self) -> Built:
         """A model without memory, its blocks ready to be sharded. Collective: where one rank refuses, all do."""
@@ -37,7 +38,7 @@ class Setting:
         assert train.checkpointing != "auto"
         prepare_blocks(built.blocks, checkpointing=train.checkpointing, compile=train.compile)
         if self.emulated_compute_seconds:
-            emulate(built.blocks, self.emulated_compute_seconds)
+            emulate(built.blocks, self.emulated_compute_seconds, self.emulated)
         return built
 
     def _checked(self) -> Built:
@@ -50,6 +51,8 @@ class Contender(ABC):
     where DeepSpeed keeps them at its defaults."""
 
     built: Built
+    # seconds that the computation has stood still for collectives, since the last call; None = nobody measures them
+    waited: Callable[[], float] | None = None
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
         """One optimizer step over the micro-steps of this rank; returns its share of the mean loss, in nats per token.

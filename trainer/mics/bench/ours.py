@@ -45,6 +45,7 @@ class Ours(Contender):
         self._hop2_every_micro_step, self._max_norm = entry.hop2_every_micro_step, run.train.clip
         self.built = setting.build()
         self._connection = connect(grid, device=device.type, timeout=collective_timeout(run.train.limits))
+        self.waited = self._connection.meter.take_exposed_seconds
         self._model = apply(
             self.built.model,
             self._connection,

@@ -67,14 +67,14 @@ class Measured:
     counted_bytes: float | None
 
 
-def measure(
-    contender: Contender, batches: Sequence[Batch], interface: InterfaceCounter, run: RunConfig, device: torch.device
-) -> Measured:
+def measure(contender: Contender, batches: Sequence[Batch], interface: InterfaceCounter, setting: Setting) -> Measured:
     """One optimizer step. Collective over all ranks."""
+    run, device = setting.run, setting.device
     contender.counted_bytes()
     interface.restart()
     dist.barrier()
     began = time.perf_counter()
+    setting.emulated.restart(contender.waited)
     loss = float(contender.step(batches))
     dist.barrier()  # every byte of this step has left its node
     seconds = time.perf_counter() - began
@@ -128,7 +128,7 @@ def race(
         )
         at(step, entry.name)
         on_device = [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
-        yield record(step, turn, measure(contender, on_device, interface, run, device), config, run)
+        yield record(step, turn, measure(contender, on_device, interface, setting), config, run)
         settings.collect(step)
         if turn.round == last_round and not config.together:
             contenders.pop(entry.name).close()
