@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from micsctl.bench.testbed import Job, Testbed
 
 NODES, DEVICES, LINK_MBPS = 4, 2, 400  # of a sandbox of the benchmark's own
+SLOW_LINK_MBPS = 100  # beside compute that is waited for: what ranks really compute on shared cores then matters little
 SMALL = "gpt-3m"  # where seconds matter less than minutes
 
 Steps = Annotated[int, typer.Option(help="Rounds that count: in each, every strategy makes a step.", min=1)]
@@ -44,6 +45,12 @@ TrafficNodes = Annotated[
     int | None, typer.Option(help="With 2 devices each; as many ranks with 1 and 4; default: 4.", min=1, max=64)
 ]
 TrafficDevices = Annotated[int | None, typer.Option(help="Of each of its nodes; default: 1, 2 and 4.", min=1, max=8)]
+ScalingLink = Annotated[
+    int | None,
+    typer.Option(
+        help=f"Mbit/s of its links; default: {LINK_MBPS}, with --emulate-compute {SLOW_LINK_MBPS}.", min=1, max=100_000
+    ),
+]
 Names = Annotated[str | None, typer.Option("--strategies", help="Only these: mics,zero3,deepspeed-zero3 ...")]
 
 
@@ -162,7 +169,7 @@ def scaling(
     steps: Steps = 2,
     warmup: Warmup = 1,
     devices_per_node: Devices = None,
-    link_mbps: Link = None,
+    link_mbps: ScalingLink = None,
     output: Output = None,
 ) -> None:
     """Weak and strong scaling over numbers of nodes.
@@ -173,7 +180,8 @@ def scaling(
 
     asked, folder = cells.sizes(sizes, most=64), _ready(output, "scaling")
     session, wish = Session.of(options), Wish(None, devices_per_node, link_mbps)
-    with _testbed(session, wish, model, nodes=asked[-1], default=SMALL) as testbed:
+    link = SLOW_LINK_MBPS if emulate_compute else LINK_MBPS
+    with _testbed(session, wish, model, nodes=asked[-1], link=link, default=SMALL) as testbed:
         cells.sizes(sizes, most=testbed.site.nodes)
         found = compare.scale(testbed, asked, steps=steps, warmup=warmup, rounds=rounds, emulate=emulate_compute)
     _answer(session, found, folder, shown.scaling_page(found), found.notes, shown.scaling(found))
@@ -221,7 +229,13 @@ def _traffic_testbeds(session: Session, wish: Wish, model: str | None) -> list[A
 
 
 def _testbed(
-    session: Session, wish: Wish, model: str | None, *, nodes: int = NODES, default: str | ModelShape
+    session: Session,
+    wish: Wish,
+    model: str | None,
+    *,
+    nodes: int = NODES,
+    link: int = LINK_MBPS,
+    default: str | ModelShape,
 ) -> AbstractContextManager[Testbed]:
     from micsctl.bench import compare
 
@@ -232,7 +246,7 @@ def _testbed(
         compare.model_of(model, default=default),
         nodes=wish.nodes or nodes,
         devices_per_node=wish.devices_per_node or DEVICES,
-        link_mbps=wish.link_mbps or LINK_MBPS,
+        link_mbps=wish.link_mbps or link,
     )
 
 
