@@ -18,6 +18,8 @@ from micsctl.errors import UsageError
 DEFAULT_MODEL = ModelShape(hidden=416, layers=8, heads=8, vocabulary=256, positions=64)
 # smaller, for bytes; its matrices have the 1e5 elements below which DeepSpeed keeps weights gathered from step to step
 TRAFFIC_MODEL = ModelShape(hidden=416, layers=2, heads=8, vocabulary=256, positions=256)
+# many small blocks, as large models have: hop 2 of the block that comes last can hide under nothing
+SCALING_MODEL = ModelShape(hidden=144, layers=12, heads=4, vocabulary=256, positions=64)
 MICRO_STEPS = 4
 MOST_MICRO_STEPS = 64  # of strong scaling on one node
 KNOWN = (*STRATEGIES, *PEERS)

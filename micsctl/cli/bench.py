@@ -36,7 +36,6 @@ Steps = Annotated[int, typer.Option(help="Rounds that count: in each, every stra
 Warmup = Annotated[int, typer.Option(help="Rounds before these.", min=0)]
 Output = Annotated[Path | None, typer.Option(help="Folder of report.html and result.json; default: bench/<name>.")]
 Model = Annotated[str | None, typer.Option(help="A preset; default: a GPT of 16.8 M parameters in equal blocks.")]
-Small = Annotated[str | None, typer.Option(help=f"A preset; default: {SMALL}.")]
 Nodes = Annotated[int | None, typer.Option(help=f"Of the benchmark's own sandbox; default: {NODES}.", min=1, max=64)]
 Devices = Annotated[int | None, typer.Option(help=f"Of each of its nodes; default: {DEVICES}.", min=1, max=8)]
 Link = Annotated[int | None, typer.Option(help=f"Mbit/s of its links; default: {LINK_MBPS}.", min=1, max=100_000)]
@@ -165,7 +164,9 @@ def scaling(
         bool, typer.Option("--emulate-compute", help="Ranks wait until compute : hop 2 is as predicted for bert-10b.")
     ] = False,
     rounds: Annotated[int, typer.Option(help="Jobs of each size, interleaved.", min=1)] = 3,
-    model: Small = None,
+    model: Annotated[
+        str | None, typer.Option(help="A preset; default: a GPT of 3.0 M parameters in 12 blocks.")
+    ] = None,
     steps: Steps = 2,
     warmup: Warmup = 1,
     devices_per_node: Devices = None,
@@ -181,7 +182,7 @@ def scaling(
     asked, folder = cells.sizes(sizes, most=64), _ready(output, "scaling")
     session, wish = Session.of(options), Wish(None, devices_per_node, link_mbps)
     link = SLOW_LINK_MBPS if emulate_compute else LINK_MBPS
-    with _testbed(session, wish, model, nodes=asked[-1], link=link, default=SMALL) as testbed:
+    with _testbed(session, wish, model, nodes=asked[-1], link=link, default=cells.SCALING_MODEL) as testbed:
         cells.sizes(sizes, most=testbed.site.nodes)
         found = compare.scale(testbed, asked, steps=steps, warmup=warmup, rounds=rounds, emulate=emulate_compute)
     _answer(session, found, folder, shown.scaling_page(found), found.notes, shown.scaling(found))

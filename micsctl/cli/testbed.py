@@ -82,6 +82,7 @@ def in_own_sandbox(
     """In a sandbox of its own, of which nothing is left afterwards. link_mbps: None = not shaped."""
     from micsctl.cluster.up import up
     from micsctl.remote.ssh import open_hosts
+    from micsctl.sandbox import control
     from micsctl.spec import ClusterSpec, SandboxSpec, Spec
 
     require_extras({"torch": "trainer", "moto": "sandbox", "matplotlib": "report"}, _WHAT, "make setup")
@@ -93,6 +94,7 @@ def in_own_sandbox(
     own = OwnSession(session.options, session.render, Home(Home.find().folder / "bench"), spec)
     with hold(own.files.lock, _WHAT), everything_ends(own, _WHAT):
         with own.render.phase("sandbox"):
+            control.stop(own.home)  # of a benchmark that was killed; the lock says that none is going on
             sandbox = own.sandbox
             assert sandbox is not None
         own.render.note(f"  level {sandbox.level}, {cluster_report.links(sandbox)}")

@@ -111,6 +111,12 @@ def test_the_model_of_bench_traffic_has_no_small_matrix() -> None:
     assert min(model.hidden, model.vocabulary, model.positions) * model.hidden >= 1e5
 
 
+def test_the_model_of_bench_scaling_has_many_blocks_and_a_small_root() -> None:
+    model = cells.SCALING_MODEL
+    assert round(model.parameters / 1e6, 1) == 3.0
+    assert model.root_parameters < 0.02 * model.parameters
+
+
 def test_the_default_model_has_equal_blocks_and_a_small_root() -> None:
     model = cells.DEFAULT_MODEL
     assert isinstance(model, ModelShape)
