@@ -165,7 +165,7 @@ def scaling(
     ] = False,
     rounds: Annotated[int, typer.Option(help="Jobs of each size, interleaved.", min=1)] = 3,
     model: Annotated[
-        str | None, typer.Option(help="A preset; default: a GPT of 3.0 M parameters in 12 blocks.")
+        str | None, typer.Option(help="A preset; default: a GPT of 3.1 M parameters in 12 blocks.")
     ] = None,
     steps: Steps = 2,
     warmup: Warmup = 1,
