@@ -96,6 +96,11 @@ def marked(location):
     return [int(name.removeprefix("step-").split(".")[0]) for name in store.folders() if store.exists(f"{name}/{MARK}")]
 
 
+def unfinished(location):
+    store = open_store(location)
+    return any(not store.exists(f"{name}/{MARK}") for name in store.folders())
+
+
 def main():
     location, trials, seed, folder = sys.argv[1:]
     draw, interrupted, newest, seen = random.Random(int(seed)), 0, 0, []
@@ -113,6 +118,8 @@ def main():
         ended = os.waitpid(-1, os.WNOHANG)
         assert ended == (0, 0), "a rank ended by itself"
         newest_now = max(marked(location))
+        while trial % 2 and not unfinished(location):  # or chance alone decides how many kills fall into a save
+            time.sleep(0.001)
         for pid in children:
             os.kill(pid, signal.SIGKILL)
         for pid in children:
