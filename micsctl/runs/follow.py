@@ -67,8 +67,10 @@ def follow(
     more; what the watcher raises. Ctrl-C only ends the watching.
     """
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="follow")
-    reading = pool.submit(_read, hosts[0], run_id, watcher)
-    pool.shutdown(wait=False)
+    try:
+        reading = pool.submit(_read, hosts[0], run_id, watcher)
+    finally:  # Ctrl-C while the thread starts would leave it waiting for work, and us for it
+        pool.shutdown(wait=False)
     codes = _wait_for_exit(hosts, run_id, reading, poll_seconds, grace_seconds)
     wait([reading], timeout=10)
     if any(code != 0 for code in codes):

@@ -112,3 +112,20 @@ def test_ctrl_c_stops_cleanly() -> None:
         fanout.each(nodes, wait, at_most=2)
     assert time.monotonic() - began < 5
     assert sorted(begun) == [0, 1]
+
+
+def test_ctrl_c_while_a_thread_starts_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that waits for work forever would keep the process from ending."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    before = set(threading.enumerate())
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as caught:  # which keeps the pool alive
+        patched.setattr(threading.Thread, "start", interrupted)
+        fanout.each(hosts(2), lambda host: host.index)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=5)
+        assert not thread.is_alive(), caught

@@ -82,6 +82,23 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait(timeout=10)
 
 
+def test_ctrl_c_while_the_reader_starts_leaves_no_thread(run: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that waits for work forever would keep micsctl from ending."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    before = set(threading.enumerate())
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as caught:  # which keeps the pool alive
+        patched.setattr(threading.Thread, "start", interrupted)
+        follow(run, RUN_ID, Watcher())
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=5)
+        assert not thread.is_alive(), caught
+
+
 def test_a_metrics_line_that_a_kill_cut_short_is_left_out(run: Hosts) -> None:
     watcher = Watcher()
     follow(run, RUN_ID, watcher, poll_seconds=0.1)
