@@ -53,7 +53,7 @@ class Peak(TorchDispatchMode):
 def peak_bytes(cells: list[dict[str, Any]]) -> list[int]:
     """The largest of the ranks for each cell, see `_peak_bytes`."""
     # twice, because the first time matrix libraries make buffers that they keep
-    found = torch.tensor([[_peak_bytes(**cell) for _ in range(2)][1] for cell in cells])
+    found = torch.tensor([[_peak_bytes(**cell, steps=steps) for steps in (2, 4)][1] for cell in cells])
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found.tolist()
 
@@ -64,6 +64,8 @@ def _peak_bytes(
     micro_batch: int,
     sequence: int,
     precision: Precision,
+    *,
+    steps: int,
     checkpointing: Checkpointing = "none",
     reshard: Reshard = True,
     loss_chunk: int = 0,
@@ -91,7 +93,7 @@ def _peak_bytes(
     materialise(model, model.fill, seed=0, device=torch.device("cpu"))
     optimizer = adamw(model, lr=1e-3, weight_decay=0.1)
     ids = torch.randint(0, shape.vocabulary, (micro_batch, sequence + 1))
-    peaks = [Peak() for _ in range(4)]
+    peaks = [Peak() for _ in range(steps)]
     for peak in peaks:
         with peak:
             for micro in range(2):
