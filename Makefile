@@ -19,7 +19,7 @@ test: setup ## tests, within 10 minutes on 2 cores
 	$(PYTEST) $(PAIR) -m "not slow"
 
 test-all: test ## the same and the slow suites
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --durations 15
 
 soak: setup ## train for 20 minutes while ranks are killed; the loss curve must not show it
 	$(BIN)/python tests/mics/soak.py --minutes 20 --kill-every 120
