@@ -224,7 +224,8 @@ def crossover(unshaped: Job, over_links: Sequence[Job], over_compute: Sequence[J
         over_links=links,
         over_compute=compute,
         predicted=predicted.crossover(),
-        stops_at=stops_at(links + compute),
+        stops_over_links=stops_at(links),
+        stops_over_compute=stops_at(compute),
         caption=f"CPU/gloo, emulated links of {', '.join(map(str, rates))} Mbit/s",
         parameters=unshaped.shape.parameters,
     )

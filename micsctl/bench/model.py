@@ -217,14 +217,19 @@ class Point:
 
 @dataclass(frozen=True)
 class Crossover:
-    """`bench strategies --sweep`: where it stops paying."""
+    """`bench strategies --sweep`: where it stops paying.
+
+    stops_over_*  compute_per_traffic from which on the speed-up is below PAYS_FROM; 0 where it is nowhere above; None
+                  where it is never seen below
+    """
 
     nodes: int
     ranks_per_node: int
     over_links: tuple[Point, ...]
     over_compute: tuple[Point, ...]
     predicted: tuple[Point, ...]
-    stops_at: float | None  # compute_per_traffic from which on the speed-up is below PAYS_FROM; None: nowhere seen
+    stops_over_links: float | None
+    stops_over_compute: float | None
     caption: str
     parameters: int
 

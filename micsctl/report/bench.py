@@ -232,12 +232,24 @@ def _all_points(found: Crossover) -> tuple[Point, ...]:
 
 
 def crossover_verdict(found: Crossover) -> tuple[str, ...]:
-    if found.stops_at is None:
-        return (f"Where computing took longest, mics is still at least {PAYS_FROM}x as fast as zero3",)
-    if not found.stops_at:
-        return (f"mics is nowhere at least {PAYS_FROM}x as fast as zero3",)
     return (
-        f"mics is less than {PAYS_FROM}x as fast as zero3 where computing takes more than {found.stops_at:.2f} times"
+        *_stops("Over link speeds", found.over_links, found.stops_over_links),
+        *_stops("Over emulated compute", found.over_compute, found.stops_over_compute),
+    )
+
+
+def _stops(over: str, points: Sequence[Point], at: float | None) -> tuple[str, ...]:
+    if not points:
+        return ()
+    if at is None:
+        most = max(point.compute_per_traffic for point in points)
+        return (
+            f"{over}: mics is at least {PAYS_FROM}x as fast as zero3, up to a compute : communication of {most:.2f}",
+        )
+    if not at:
+        return (f"{over}: mics is nowhere {PAYS_FROM}x as fast as zero3",)
+    return (
+        f"{over}: mics is less than {PAYS_FROM}x as fast as zero3 where computing takes more than {at:.2f} times"
         " what zero3's traffic needs on the link",
     )
 

@@ -95,12 +95,13 @@ def crossover(found: Crossover) -> str:
             [point.compute_per_traffic for point in points], [point.speedup for point in points], "D",
             markersize=5, color=COLOURS[2], alpha=(1.0, 0.6, 0.3)[number % 3], label=f"predicted, {type}",
         )  # fmt: skip
-    axes.axhline(PAYS_FROM, color="#888888", linewidth=1, linestyle=":")
+    axes.axhspan(0, PAYS_FROM, color="#888888", alpha=0.12, linewidth=0, label=f"below {PAYS_FROM}x: not worth it")
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("seconds of compute : seconds that zero3's traffic needs on the link")
     axes.set_ylabel("step of zero3 / step of mics (p = k)")
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=9, title="measured: CPU/gloo, emulated link", title_fontsize=8)
     return svg(figure)
 
 

@@ -123,8 +123,8 @@ def test_ctrl_c_while_a_thread_starts_leaves_no_thread(monkeypatch: pytest.Monke
         raise KeyboardInterrupt
 
     before = set(threading.enumerate())
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as caught:  # which keeps the pool alive
-        patched.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:  # which keeps the pool alive
         fanout.each(hosts(2), lambda host: host.index)
     for thread in set(threading.enumerate()) - before:
         thread.join(timeout=5)

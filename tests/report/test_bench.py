@@ -162,18 +162,21 @@ CROSSOVER = Crossover(
     (Point(0.2, 3.0, "400 Mbit/s"),),
     (Point(4.0, 1.0, "2 s"),),
     (Point(3.0, 1.1, "p5, bert-10b"),),
+    None,
     2.5,
     CAPTION,
     1,
 )
 
 
-def test_crossover_is_said() -> None:
-    assert "more than 2.50 times" in bench.crossover_verdict(CROSSOVER)[0]
-    assert (
-        "Where computing took longest, mics is still" in bench.crossover_verdict(replace(CROSSOVER, stops_at=None))[0]
-    )
-    assert "nowhere" in bench.crossover_verdict(replace(CROSSOVER, stops_at=0.0))[0]
+def test_crossover_is_said_for_links_and_for_compute() -> None:
+    over_links, over_compute = bench.crossover_verdict(CROSSOVER)
+    assert over_links.startswith("Over link speeds: mics is at least 1.1x as fast as zero3, up to")
+    assert over_links.endswith("0.20")
+    assert over_compute.startswith("Over emulated compute: mics is less than 1.1x")
+    assert "more than 2.50 times" in over_compute
+    assert "nowhere" in bench.crossover_verdict(replace(CROSSOVER, stops_over_compute=0.0))[1]
+    assert len(bench.crossover_verdict(replace(CROSSOVER, over_links=()))) == 1
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,8 @@ def test_ctrl_c_while_the_reader_starts_leaves_no_thread(run: Hosts, monkeypatch
         raise KeyboardInterrupt
 
     before = set(threading.enumerate())
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as caught:  # which keeps the pool alive
-        patched.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:  # which keeps the pool alive
         follow(run, RUN_ID, Watcher())
     for thread in set(threading.enumerate()) - before:
         thread.join(timeout=5)
