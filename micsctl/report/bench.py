@@ -208,8 +208,9 @@ def scaling(found: Scaling) -> Table:
         f"mics, p = {found.partition_size}, {format_count(found.parameters)} parameters, "
         f"{found.ranks_per_node} ranks a node"
     )
+    rounds = "one round" if found.rounds == 1 else f"medians over {found.rounds} rounds"
     caption = (
-        f"Times: {found.caption}; medians over {found.rounds} rounds of jobs of {found.steps} steps. "
+        f"Times: {found.caption}; {rounds} of jobs of {found.steps} steps. "
         f"Weak: {found.rows[0].weak_micro_steps} micro-steps per rank. Strong: s of them, the same batch in all."
     )
     return Table(title, columns, rows, frozenset(columns), caption)
