@@ -23,6 +23,7 @@ SCALING_MODEL = ModelShape(hidden=144, layers=12, heads=4, vocabulary=256, posit
 MICRO_STEPS = 4
 MOST_MICRO_STEPS = 64  # of strong scaling on one node
 KNOWN = (*STRATEGIES, *PEERS)
+_DIGITS = 12  # of a number on the command line
 
 
 def chosen(names: str | None) -> tuple[str, ...]:
@@ -59,8 +60,8 @@ def link_rates(text: str) -> tuple[int, ...]:
 
 
 def _number(text: str, what: str) -> int:
-    if not text.strip().isdecimal():
-        raise UsageError(f"{text.strip()!r} is no {what}", "")
+    if not text.strip().isdecimal() or len(text) > _DIGITS:
+        raise UsageError(f"{text.strip()[:_DIGITS]!r} is no {what}", "numbers are separated by commas", next="1,2,4")
     return int(text)
 
 

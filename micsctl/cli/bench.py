@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 NODES, DEVICES, LINK_MBPS = 4, 2, 400  # of a sandbox of the benchmark's own
 SLOW_LINK_MBPS = 100  # beside compute that is waited for: what ranks really compute on shared cores then matters little
+_NONE: Mapping[str, str] = MappingProxyType({})
 SMALL = "gpt-3m"  # where seconds matter less than minutes
 
 Steps = Annotated[int, typer.Option(help="Rounds that count: in each, every strategy makes a step.", min=1)]
@@ -80,7 +82,7 @@ def strategies(
     if links and not sweep:
         raise UsageError("--links belongs to --sweep", "one benchmark has one rate", next="--link-mbps RATE")
     session, wish = Session.of(options), Wish(nodes, devices_per_node, link_mbps)
-    folder = _ready(output, "crossover" if sweep else "strategies")
+    folder = _ready(output, "crossover" if sweep else "strategies", "strategies --sweep" if sweep else "strategies")
     if sweep:
         _sweep(session, wish, rates, compare.model_of(model), folder, steps=steps, warmup=warmup)
         return
@@ -88,7 +90,8 @@ def strategies(
         job, left_out = compare.strategies_job(testbed, chosen, steps=steps, warmup=warmup)
     found = compare.strategies(job, None, left_out)
     if testbed.own and testbed.site.link_mbps:
-        _write(found, folder, shown.strategies_page(found))  # whatever becomes of the rest, this was measured
+        if not _write(found, folder, shown.strategies_page(found)):  # whatever becomes of the rest
+            session.render.note(f"  wrote {folder / 'report.html'}; now on links that are not shaped")
         names_left = tuple(dict.fromkeys(entry.strategy for entry in job.entries))
         site = testbed.site
         with in_own_sandbox(
@@ -147,11 +150,13 @@ def collectives(
 
     from micsctl.bench.collectives import result
 
+    if (nodes, devices_per_node) == (1, 1):
+        raise _no_collectives()
     folder = _ready(output, "collectives")
     session, wish = Session.of(options), Wish(nodes, devices_per_node, link_mbps)
     with _testbed(session, wish, None, default=SMALL) as testbed:
         if testbed.site.world_size == 1:
-            raise UsageError("one device has no collectives", "nothing is exchanged", next="--devices-per-node 2")
+            raise _no_collectives()
         found = result(testbed.measure(MeasureConfig(repeats=steps)), testbed.site)
     verdict = shown.collectives_verdict(found)
     _answer(session, found, folder, shown.collectives_page(found), verdict, shown.collectives(found))
@@ -179,7 +184,10 @@ def scaling(
     """
     from micsctl.bench import cells, compare
 
-    asked, folder = cells.sizes(sizes, most=64), _ready(output, "scaling")
+    asked = cells.sizes(sizes, most=64)
+    if emulate_compute and asked[-1] == 1:
+        raise UsageError("one node has no hop 2 to emulate compute for", "", next="--sizes 1,2,4")
+    folder = _ready(output, "scaling")
     session, wish = Session.of(options), Wish(None, devices_per_node, link_mbps)
     link = SLOW_LINK_MBPS if emulate_compute else LINK_MBPS
     with _testbed(session, wish, model, nodes=asked[-1], link=link, default=cells.SCALING_MODEL) as testbed:
@@ -210,8 +218,9 @@ def _sweep(
     over_links = [job for rate in rates for job in on_links(rate)]
     over_compute = on_links(wish.link_mbps or COMPUTE_LINK_MBPS, COMPUTE_PER_TRAFFIC)
     found = compare.crossover(unshaped, over_links, over_compute)
-    _answer(session, found, folder, shown.crossover_page(found), shown.crossover_verdict(found), shown.crossover(found))
-    (folder / "crossover.svg").write_text(bench_plot.crossover(found), encoding="utf-8")
+    pictures = {"crossover.svg": bench_plot.crossover(found)}
+    verdict, table = shown.crossover_verdict(found), shown.crossover(found)
+    _answer(session, found, folder, shown.crossover_page(found), verdict, table, pictures)
 
 
 def _traffic_testbeds(session: Session, wish: Wish, model: str | None) -> list[AbstractContextManager[Testbed]]:
@@ -251,20 +260,49 @@ def _testbed(
     )
 
 
-def _ready(output: Path | None, name: str) -> Path:
+def _ready(output: Path | None, name: str, command: str = "") -> Path:
     """The folder of the report, which can be written. Before minutes are spent."""
     require_matplotlib()
     folder = output or Path("bench") / name
-    writable(folder, f"micsctl bench {name}")
+    writable(folder, f"micsctl bench {command or name}")
     return folder
 
 
-def _answer(session: Session, found: Any, folder: Path, page: str, verdict: Sequence[str], table: Table) -> None:
-    _write(found, folder, page)
+def _no_collectives() -> UsageError:
+    return UsageError("one device has no collectives", "nothing is exchanged", next="--devices-per-node 2")
+
+
+def _answer(
+    session: Session,
+    found: Any,
+    folder: Path,
+    page: str,
+    verdict: Sequence[str],
+    table: Table,
+    pictures: Mapping[str, str] = _NONE,
+) -> None:
+    """On the terminal first: what took minutes to measure is not lost with a full disk."""
     session.render.result(found, table, text="\n".join(verdict))
+    if why := _write(found, folder, page, pictures):
+        session.render.note(f"micsctl: the report was not written: {why}; the figures are above")
+        raise typer.Exit(ExitCode.FAILURE)
     session.render.note(f"  wrote {folder / 'report.html'} and {folder / 'result.json'}")
 
 
-def _write(found: Any, folder: Path, page: str) -> None:
-    (folder / "report.html").write_text(page, encoding="utf-8")
-    (folder / "result.json").write_text(json.dumps(plain(found), indent=2) + "\n", encoding="utf-8")
+def _write(found: Any, folder: Path, page: str, pictures: Mapping[str, str] = _NONE) -> str:
+    """Why it could not be written, which leaves an older report as it was; "" where it was."""
+    files = {"report.html": page, "result.json": json.dumps(plain(found), indent=2) + "\n", **pictures}
+    drafts = {folder / f".{name}.new": folder / name for name in files}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for draft, text in zip(drafts, files.values(), strict=True):
+            draft.write_text(text, encoding="utf-8")
+        for draft, path in drafts.items():
+            draft.replace(path)
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    finally:
+        for draft in drafts:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+    return ""

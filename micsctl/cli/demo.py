@@ -37,6 +37,7 @@ def demo(
 
     Sandbox, up, topology, plan, training with ZeRO-3 and with MiCS, a crash and its resume, down.
     """
+    from micsctl.sandbox import control
     from micsctl.spec import Spec
 
     render = Render(json=options.json, verbose=options.verbose, quiet=options.quiet)
@@ -44,14 +45,16 @@ def demo(
     require_extras({"torch": "trainer", "moto": "sandbox", "matplotlib": "report"}, "the demo", "make demo")
     writable(output, "micsctl demo")
     started = time.monotonic()
-    with hold(session.files.lock, "a demo"), everything_ends(session, "the demo"):
-        stage, zero3, mics = _train_both(session)
-        comparison = demo_report.table(stage, zero3, mics)
-        render.table(comparison)
-        (output / "report.html").write_text(demo_report.html(stage, zero3, mics), encoding="utf-8")
-        render.note(f"  wrote {output / 'report.html'}")
-        left_in_cloud = _down(session)
-    left_here = leftovers(session)
+    with hold(Home.find().folder / "demo.lock", "a demo"):
+        with everything_ends(session, "the demo"):
+            control.stop(session.home)  # of a demo that was killed a moment ago; the lock says that none is going on
+            stage, zero3, mics = _train_both(session)
+            comparison = demo_report.table(stage, zero3, mics)
+            render.table(comparison)
+            (output / "report.html").write_text(demo_report.html(stage, zero3, mics), encoding="utf-8")
+            render.note(f"  wrote {output / 'report.html'}")
+            left_in_cloud = _down(session)
+        left_here = leftovers(session)
     found = demo_report.result(
         stage, zero3, mics, seconds=time.monotonic() - started, leftovers=left_in_cloud + left_here
     )

@@ -74,4 +74,4 @@ def with_flags(hint: str, options: Options) -> str:
     flags = f" -c {options.config}" if options.config else ""
     if options.name and " -n " not in hint:
         flags += f" -n {options.name}"
-    return re.sub(r"\bmicsctl ((?!init|demo|sandbox)[a-z]+)", rf"micsctl \1{flags}", hint)
+    return re.sub(r"\bmicsctl ((?!init|demo|sandbox)(?:bench )?[a-z]+)", rf"micsctl \1{flags}", hint)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from micsctl.cli import signals
 from micsctl.cli.session import Session
@@ -24,6 +24,7 @@ class OwnSession(Session):
     """A session that no mics.yaml decides about. `home` must be one that no other command uses."""
 
     wished: Spec
+    ends_with_command: ClassVar[bool] = True
 
     @cached_property
     def spec(self) -> Spec:
@@ -39,10 +40,13 @@ def everything_ends(session: OwnSession, what: str) -> Iterator[None]:
     from micsctl.sandbox import control
 
     gone = f"nothing is left of {what}; nothing costs money"
+    stopped = Interrupted(f"{what} was stopped by Ctrl-C", costs=gone)
+    well = False
     try:
         yield
+        well = True
     except (KeyboardInterrupt, Interrupted):
-        raise Interrupted(f"{what} was stopped by Ctrl-C", costs=gone) from None
+        raise stopped from None
     except PartialError as error:  # what it lists goes below
         raise MicsctlError(error.what, error.why, costs=gone) from error
     except UsageError as error:
@@ -52,10 +56,12 @@ def everything_ends(session: OwnSession, what: str) -> Iterator[None]:
         error.costs, error.next = gone, ""
         raise
     finally:
-        with signals.ignored():  # a second Ctrl-C must not stop the cleaning
+        with signals.held_back() as came:  # Ctrl-C must not stop the cleaning
             with session.render.phase("sandbox stop"):
                 control.stop(session.home)
             shutil.rmtree(session.home.folder, ignore_errors=True)
+        if well and came:
+            raise stopped
 
 
 def leftovers(session: OwnSession) -> int:

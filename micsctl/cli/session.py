@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from micsctl.cli.options import Options
 from micsctl.cli.render import Render
@@ -35,6 +35,7 @@ class Session:
     options: Options
     render: Render
     home: Home
+    ends_with_command: ClassVar[bool] = False  # the sandbox
 
     @classmethod
     def of(cls, options: Options) -> Session:
@@ -74,7 +75,7 @@ class Session:
         from micsctl.sandbox import control
 
         with interrupt_afterwards():  # a server that is just starting could not be found, and so not be stopped
-            return control.ensure(self.home, self.spec.sandbox, self.spec.cluster.ssh_user)
+            return control.ensure(self.home, self.spec.sandbox, self.spec.cluster.ssh_user, mine=self.ends_with_command)
 
     @cached_property
     def settings(self) -> AwsSettings:

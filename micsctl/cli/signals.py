@@ -24,12 +24,16 @@ def count_as_ctrl_c() -> tuple[signal.Signals, ...]:
 
 
 @contextmanager
-def ignored() -> Iterator[None]:
-    """None of them stops what happens inside."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+def held_back() -> Iterator[list[int]]:
+    """None of them stops what happens inside, nor a program started there. Those that came are then in the list."""
+    came: list[int] = []
+    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in heard}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, heard)  # which a program that is started inherits
     try:
-        yield
+        yield came
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from micsctl.cli.own import OwnSession, everything_ends, leftovers, require_extras
 from micsctl.cli.render import BenchView, Render
 from micsctl.cli.session import Session
-from micsctl.errors import Interrupted, MicsctlError, UsageError
+from micsctl.errors import Interrupted, JobError, MicsctlError, UsageError
 from micsctl.home import Home, hold
 from micsctl.report import bench as shown
 from micsctl.report import clusters as cluster_report
@@ -73,6 +73,9 @@ def on_cluster(session: Session, cluster: Cluster, wish: Wish, model: TrainConfi
             yield _testbed(session, cluster, hosts, model, level=level, link_mbps=link)
     except KeyboardInterrupt:
         raise Interrupted(f"{_WHAT} was stopped by Ctrl-C", costs=goes_on, next="micsctl status") from None
+    except JobError as error:
+        error.costs = error.costs or goes_on
+        raise
 
 
 @contextmanager
@@ -91,18 +94,20 @@ def in_own_sandbox(
         cluster=ClusterSpec(nodes=nodes),
         sandbox=SandboxSpec(devices_per_node=devices_per_node, links="none", link_mbps=link_mbps),
     )
-    own = OwnSession(session.options, session.render, Home(Home.find().folder / "bench"), spec)
-    with hold(own.files.lock, _WHAT), everything_ends(own, _WHAT):
-        with own.render.phase("sandbox"):
-            control.stop(own.home)  # of a benchmark that was killed; the lock says that none is going on
-            sandbox = own.sandbox
-            assert sandbox is not None
-        own.render.note(f"  level {sandbox.level}, {cluster_report.links(sandbox)}")
-        cluster = up(own.aws, own.spec, own.files, report=own.render, open_hosts=open_hosts)
-        with own.hosts(cluster) as hosts:
-            yield _testbed(own, cluster, hosts, model, level=sandbox.level, link_mbps=sandbox.link_mbps)
-    if leftovers(own):
-        raise MicsctlError("something of the benchmark's sandbox is left", "it is listed above")
+    home = Home.find().folder
+    own = OwnSession(session.options, session.render, Home(home / "bench"), spec)
+    with hold(home / "bench.lock", _WHAT):
+        with everything_ends(own, _WHAT):
+            with own.render.phase("sandbox"):
+                control.stop(own.home)  # of a benchmark that was killed; the lock says that none is going on
+                sandbox = own.sandbox
+                assert sandbox is not None
+            own.render.note(f"  level {sandbox.level}, {cluster_report.links(sandbox)}")
+            cluster = up(own.aws, own.spec, own.files, report=own.render, open_hosts=open_hosts)
+            with own.hosts(cluster) as hosts:
+                yield _testbed(own, cluster, hosts, model, level=sandbox.level, link_mbps=sandbox.link_mbps)
+        if leftovers(own):
+            raise MicsctlError("something of the benchmark's sandbox is left", "it is listed above")
 
 
 def _testbed(

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,10 @@ class SandboxInfo:
     settings: AwsSettings  # for DEFAULT_REGION
 
 
-def ensure(home: Home, spec: SandboxSpec, ssh_user: str) -> SandboxInfo:
+def ensure(home: Home, spec: SandboxSpec, ssh_user: str, *, mine: bool = False) -> SandboxInfo:
     """The running sandbox, started where none runs, started anew where it differs from `spec` and has no instances.
+
+    mine  one that is started ends with this process, even where that is killed
 
     Raises UsageError where a program or a port is missing, or where instances of another kind of sandbox run.
     """
@@ -86,7 +88,7 @@ def ensure(home: Home, spec: SandboxSpec, ssh_user: str) -> SandboxInfo:
                 next="micsctl down, or micsctl sandbox stop",
             )
         stop(home)
-    return _start(home, folder, spec, ssh_user)
+    return _start(home, folder, spec, ssh_user, mine)
 
 
 def status(home: Home) -> SandboxInfo | None:
@@ -155,14 +157,14 @@ def choose_level(spec: SandboxSpec) -> tuple[str, str]:
     return "process", reason
 
 
-def _start(home: Home, folder: SandboxFolder, spec: SandboxSpec, ssh_user: str) -> SandboxInfo:
+def _start(home: Home, folder: SandboxFolder, spec: SandboxSpec, ssh_user: str, mine: bool) -> SandboxInfo:
     level, note = choose_level(spec)
     _require_programs(level)
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("flask") is None:
         raise UsageError("the sandbox is not installed", "it needs moto", next="pip install 'micsctl[sandbox]'")
     if level == "netns":
         _require_readable_python()
-    config = _resolve(home, spec, ssh_user, level, note)
+    config = replace(_resolve(home, spec, ssh_user, level, note), owner_pid=os.getpid() if mine else None)
     home.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # its OSError names the folder that cannot be used
     # cwd "/": the server must not keep anybody's folder busy, and must not import from it
     command = [sys.executable, "-m", "micsctl.sandbox.server", str(folder.path), json.dumps(asdict(config))]
@@ -182,7 +184,7 @@ def _start(home: Home, folder: SandboxFolder, spec: SandboxSpec, ssh_user: str) 
         kind = UsageError if error.get("usage") else MicsctlError
         raise kind(error["what"], error["why"], next=error["next"])
     # another command may have been faster, with the same wish or another
-    return _info(folder, _wait_for_state(folder)) if answer.get("ready") else ensure(home, spec, ssh_user)
+    return _info(folder, _wait_for_state(folder)) if answer.get("ready") else ensure(home, spec, ssh_user, mine=mine)
 
 
 def _without_aws(environment: Mapping[str, str]) -> dict[str, str]:

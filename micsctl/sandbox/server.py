@@ -44,6 +44,7 @@ class Config:
     ssh_user: str
     hidden: tuple[str, ...]  # paths that no node shall see
     note: str  # why not the netns level, "" where it is
+    owner_pid: int | None = None  # the sandbox ends with this process; None = when somebody ends it
 
 
 def _new_key() -> Key:
@@ -157,8 +158,11 @@ def serve(folder: SandboxFolder, config: Config, ready: Callable[[], None]) -> N
                 "caller_cidr": hosts.caller_cidr,
             },
         )
+        owner = state.process(config.owner_pid) if config.owner_pid else None
         ready()
         while not stop.wait(0.2):
+            if owner and not owner.alive:
+                break  # killed, or it would have ended the sandbox itself
             emulator.end_interrupted(time.time())
             if started.ended and started.ended.is_set():
                 break  # somebody killed the process that holds all nodes: nothing is left to serve

@@ -50,7 +50,11 @@ def typed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (("traffic", "--strategies", ""), "unknown strategy ''"),
         (("scaling", "--sizes", "1,65"), "there are 1 to 64 nodes"),
         (("scaling", "--sizes", "two"), "'two' is no number of nodes"),
+        (("scaling", "--sizes", "1" * 5000), "is no number of nodes"),
+        (("scaling", "--sizes", "1", "--emulate-compute"), "one node has no hop 2"),
+        (("collectives", "--nodes", "1", "--devices-per-node", "1"), "one device has no collectives"),
         (("collectives", "--output", "mics.yaml/x"), "cannot write into mics.yaml/x"),
+        (("strategies", "--sweep", "--output", "mics.yaml"), "micsctl bench strategies --sweep --output FOLDER"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_started(

@@ -187,6 +187,11 @@ def test_the_demo_asks_for_all_that_is_missing_at_once(tmp_path: Path, monkeypat
         (Options(name="x"), "micsctl down -n x", "micsctl down -n x"),
         (Options(name="x"), "micsctl init", "micsctl init"),
         (Options(config=Path("a.yaml")), "micsctl up", "micsctl up -c a.yaml"),
+        (
+            Options(config=Path("a.yaml")),
+            "micsctl bench traffic --nodes 4",
+            "micsctl bench traffic -c a.yaml --nodes 4",
+        ),
     ],
 )
 def test_hints_mean_the_same_cluster(options: Options, hint: str, expected: str) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -166,9 +167,12 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_benchmark_starts_where_another_one_was_killed(tmp_path: Path) -> None:
-    """And what that one has left is gone."""
-    environment = {**os.environ, "MICSCTL_HOME": str(tmp_path / "home"), control.LEVEL_VARIABLE: "process"}
+@pytest.mark.parametrize("level", ["process", "netns"])
+def test_a_benchmark_that_is_killed_leaves_nothing_that_runs(tmp_path: Path, level: str) -> None:
+    """And another one starts there."""
+    if level == "netns" and os.geteuid() != 0:
+        pytest.skip("namespaces need root")
+    environment = {**os.environ, "MICSCTL_HOME": str(tmp_path / "home"), control.LEVEL_VARIABLE: level}
     asked = ("strategies", "--strategies", "ddp", "--model", "gpt-3m", "--nodes", "2", "--devices-per-node", "1")
     killed = subprocess.Popen(
         [MICSCTL, "bench", *asked], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
@@ -179,6 +183,9 @@ def test_a_benchmark_starts_where_another_one_was_killed(tmp_path: Path) -> None
             break
     killed.kill()
     killed.wait(timeout=60)
-    assert control.status(Home(tmp_path / "home/bench")) is not None
-    found = bench(tmp_path, "process", *asked, "--steps", "1", "--warmup", "0")
+    deadline = time.monotonic() + 60
+    while control.leftovers(Home(tmp_path / "home/bench")).total and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert control.leftovers(Home(tmp_path / "home/bench")).total == 0
+    found = bench(tmp_path, level, *asked, "--steps", "1", "--warmup", "0")
     assert [row["name"] for row in found["rows"]] == ["ddp, p = 1"]
