@@ -1,4 +1,4 @@
-"""MiCS in your own FSDP2 loop: torchrun --nproc-per-node 4 examples/own_loop.py
+"""MiCS in your own FSDP2 loop: torchrun --standalone --nproc-per-node 4 examples/own_loop.py
 
 Four CPU processes play two nodes of two devices. On GPUs: init_process_group("nccl", device_id=...), and
 connect(grid, device="cuda").
@@ -21,7 +21,7 @@ connection = mics.connect(grid)
 mics.prepare_blocks(blocks, checkpointing="selective")  # optional
 mics.apply(model, connection, blocks=blocks)
 mics.check_replicas(model, connection)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 data = torch.Generator().manual_seed(1 + dist.get_rank())  # every rank has its own
 for step in range(10):

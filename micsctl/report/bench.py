@@ -25,6 +25,7 @@ from micsctl.report.table import Table, format_bytes, format_count, format_secon
 
 _page = partial(page, template="bench.html.j2")
 _YES = {True: "yes", False: ""}
+_BELOW_BOUND = 0.95  # a step that is quicker than without the link: a spread of the machine, not of the network
 _COUNTED = "Bytes were counted by mics' own communicators, as these nodes have no interface to read"
 
 
@@ -41,7 +42,7 @@ def measure_words(line: Mapping[str, Any]) -> str:
     name = f"{line['collective'].replace('_', '-')}, p = {line['partition_size']}"
     name += ", hierarchical" if line["hierarchical"] else ""
     if line["kind"] == "fit":
-        return f"{name}: latency {_milliseconds(line['latency_seconds'])}"
+        return f"{name}: latency {_latency(line['latency_seconds'])}"
     return f"{name}, {format_bytes(line['message_bytes'])}: {format_seconds(line['seconds']['median'])}"
 
 
@@ -84,11 +85,12 @@ def strategies(found: Strategies) -> Table:
 
 def verdict(found: Strategies) -> tuple[str, ...]:
     """What the table says, in sentences; what is proof and what illustration."""
+    claims = () if found.emulated and found.link_mbps is None else found.claims  # seconds that say nothing
     lines = [
         f"{claim.fast} is {claim.ratio:.2f}x as fast as {claim.slow}" + (f" ({claim.note})" if claim.note else "")
-        for claim in found.claims
+        for claim in claims
     ]
-    if any("headline" in claim.note for claim in found.claims):
+    if any("headline" in claim.note for claim in claims):
         lines.append(
             "Equal memory: compared are those that hold no more bytes on a device than mics at p = k, in model states,"
             " gathered weights that stay and second copies. Speed-ups are medians of the ratios within each round."
@@ -102,6 +104,8 @@ def verdict(found: Strategies) -> tuple[str, ...]:
             else "Bytes and losses are proof, seconds"
         )
         lines.append(f"{proof} an illustration: {found.caption}. {ON_REAL_CLUSTERS}")
+    if any(row.step_over_bound is not None and row.step_over_bound < _BELOW_BOUND for row in found.rows):
+        lines.append("/ bound below 1: the machine was busier while links were not shaped; measure again")
     if found.on_cpu and any(row.strategy.startswith(("fsdp2", "deepspeed")) for row in found.rows):
         lines.append(
             "On CPU FSDP2 and DeepSpeed wait in each collective while mics computes on; on GPUs all of them overlap"
@@ -154,7 +158,7 @@ def collectives(found: Collectives) -> Table:
         rows.append(
             (
                 row.name,
-                _or_dash(row.latency_seconds, _milliseconds),
+                _or_dash(row.latency_seconds, _latency),
                 _rate(rate) + per if rate else "-",
                 *(_or_dash(share, "{:.0%}".format) for share in shares),
             )
@@ -301,8 +305,8 @@ def _spread(spread: Spread) -> str:
     return f"{format_seconds(spread.median)} ({low} - {high})"
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.2f} ms"
+def _latency(seconds: float) -> str:
+    return f"{seconds * 1000:.2f} ms" if seconds > 0 else "not seen"
 
 
 def _rate(bytes_per_second: float) -> str:

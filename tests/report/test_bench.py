@@ -99,6 +99,18 @@ def test_verdict_in_sentences() -> None:
     assert any(line.startswith("THE LOSSES DIFFER") for line in bench.verdict(apart))
 
 
+def test_no_strategy_is_called_faster_where_seconds_say_nothing_about_networks() -> None:
+    said = " ".join(bench.verdict(replace(FOUND, link_mbps=None)))
+    assert "as fast as" not in said
+    assert "The losses are equal" in said
+
+
+def test_a_step_quicker_than_its_bound_is_not_passed_over() -> None:
+    assert not [line for line in bench.verdict(FOUND) if "measure again" in line]
+    busy = replace(FOUND, rows=(replace(MICS, step_over_bound=0.6), ZERO3))
+    assert [line for line in bench.verdict(busy) if "the machine was busier" in line]
+
+
 def test_steps_that_were_not_interleaved_are_not_called_so() -> None:
     alone = replace(FOUND, interleaved=False)
     assert "7 interleaved steps after 3" in bench.strategies(FOUND).caption
