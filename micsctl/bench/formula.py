@@ -61,7 +61,7 @@ def held_bytes(entry: Entry, shape: ModelShape, precision: Precision, site: Site
 def unfit(entry: Entry, shape: ModelShape, precision: Precision, site: Site, *, device_bytes: float | None) -> str:
     """Why an entry is not compared with this model; "" where it is.
 
-    device_bytes  that a device has for it; None on CPU, where ranks share the machine's memory
+    device_bytes  that a device has for it; None on CPU, where ranks share the free memory of their machine
     """
     if entry.strategy == "deepspeed-zero3" and not entry.second_gather and shape.parameters >= DEEPSPEED_KEEPS_BELOW:
         return "it keeps a part of a model of this size for the backward pass, and no formula says which"
@@ -70,6 +70,8 @@ def unfit(entry: Entry, shape: ModelShape, precision: Precision, site: Site, *, 
         needed = max(needed, 4.0 * shape.parameters)
     if device_bytes is not None and needed > device_bytes:
         return f"it needs {needed / 1e9:.1f} GB of a device that has {device_bytes / 1e9:.1f}"
+    if site.on_cpu and (all_need := _on_cpu_bytes(needed, site)) > site.free_memory_bytes:
+        return f"all ranks need about {all_need / 1e9:.0f} GB, and {site.free_memory_bytes / 1e9:.0f} GB are free"
     return ""
 
 
@@ -80,5 +82,10 @@ def together(
     held = sum(held_bytes(entry, shape, precision, site) for entry in entries)
     if not site.on_cpu:
         return held < device_bytes / 2
+    return _on_cpu_bytes(held, site) < site.free_memory_bytes
+
+
+def _on_cpu_bytes(held: float, site: Site) -> float:
+    """What the ranks that share a machine's memory take when each of them holds so much."""
     ranks = site.world_size if site.emulated else site.ranks_per_node
-    return ranks * (_RANK_BYTES + _OVER_HELD * held) < site.free_memory_bytes
+    return ranks * (_RANK_BYTES + _OVER_HELD * held)

@@ -51,6 +51,7 @@ def demo(
             stage, zero3, mics = _train_both(session)
             comparison = demo_report.table(stage, zero3, mics)
             render.table(comparison)
+            output.mkdir(parents=True, exist_ok=True)
             (output / "report.html").write_text(demo_report.html(stage, zero3, mics), encoding="utf-8")
             render.note(f"  wrote {output / 'report.html'}")
             left_in_cloud = _down(session)

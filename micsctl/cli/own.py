@@ -91,12 +91,15 @@ def require_extras(needed: Mapping[str, str], what: str, hint: str) -> None:
 
 
 def writable(folder: Path, command: str) -> None:
-    """Make the folder and try it, before minutes are spent."""
+    """Try whether a file can be made there, before minutes are spent. What was not there is not there after."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".probe"
         probe.write_text("")
         probe.unlink()
+        for path in new:
+            path.rmdir()
     except OSError as error:
         raise UsageError(
             f"cannot write into {folder}", error.strerror or str(error), next=f"{command} --output FOLDER"

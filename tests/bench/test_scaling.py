@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mics.entries import Entry
+from mics.shapes import shape_of
 
-from micsctl.bench import predicted, scaling
+from micsctl.bench import cells, predicted, scaling
 from micsctl.bench.crossover import stops_at
 from micsctl.bench.formula import held_bytes, hop2_bytes, sent_bytes, together, unfit
 from micsctl.bench.model import PAYS_FROM, Point, ScalingRow, Spread
@@ -145,8 +147,6 @@ def test_bytes_that_stay_on_a_device() -> None:
 
 
 def test_what_does_not_fit_or_has_no_formula_is_not_compared() -> None:
-    from mics.shapes import shape_of
-
     big, a100 = shape_of("bert-10b"), replace(SHAPED, ranks_per_node=8, device="A100")
 
     def why(entry: Entry, device_bytes: float | None = 36e9) -> str:
@@ -157,6 +157,13 @@ def test_what_does_not_fit_or_has_no_formula_is_not_compared() -> None:
     assert why(Entry("", "ddp", 1), None) == ""
     assert "it needs 40" in why(Entry("", "deepspeed-zero3", 32, second_gather=True))  # in fp32, whole, for a moment
     assert "no formula" in why(Entry("", "deepspeed-zero3", 32))
+
+
+def test_nothing_starts_that_the_machines_memory_cannot_hold() -> None:
+    entry = Entry("", "ddp", 1)
+    why = unfit(entry, shape_of("gpt2-1.5b"), "fp32", SHAPED, device_bytes=None)
+    assert re.fullmatch(r"all ranks need about 2\d\d GB, and 24 GB are free", why)
+    assert unfit(entry, cells.DEFAULT_MODEL, "fp32", SHAPED, device_bytes=None) == ""
 
 
 def test_entries_take_turns_where_all_fit_into_memory() -> None:

@@ -66,6 +66,7 @@ def test_bad_input_is_refused_before_anything_is_started(
     assert words in error
     assert "Traceback" not in error
     assert not (Path("home/bench")).exists()
+    assert not Path("bench").exists()
 
 
 def test_a_real_provider_needs_its_cluster(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

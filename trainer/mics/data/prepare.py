@@ -72,7 +72,7 @@ def prepare(paths: tuple[Path, ...], to: Path, recipe: Recipe, *, workers: int, 
             if not tally.tokens:
                 raise RunRefusedError(
                     f"no document of {sum(t.documents for t in tallies.values())} fell to {part}; "
-                    "give it more (--validation 0.3), or hold out windows with train.validation.share"
+                    "give it more (--validation 0.3), or to hold out windows use train.validation.share"
                     if recipe.validation
                     else f"found no text in {len(paths)} files"
                 )
