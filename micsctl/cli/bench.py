@@ -284,7 +284,7 @@ def _answer(
     """On the terminal first: what took minutes to measure is not lost with a full disk."""
     session.render.result(found, table, text="\n".join(verdict))
     if why := _write(found, folder, page, pictures):
-        session.render.note(f"micsctl: the report was not written: {why}; the figures are above")
+        session.render.warning(f"the report was not written: {why}; the figures are above")
         raise typer.Exit(ExitCode.FAILURE)
     session.render.note(f"  wrote {folder / 'report.html'} and {folder / 'result.json'}")
 

@@ -79,6 +79,10 @@ class Render:
         if not self.quiet:
             _say(f"{text}\n")
 
+    def warning(self, text: str) -> None:
+        """On stderr, with --quiet too."""
+        _say(f"micsctl: {text}\n")
+
     def detail(self, text: str) -> None:
         if self.verbose:
             self.note(text)

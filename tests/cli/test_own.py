@@ -73,7 +73,7 @@ class Found:
 
 
 def answer(folder: Path, figure: int = 7, page: str = "page") -> None:
-    session: Any = OwnSession(Options(), Render(json=True), Home(folder), Spec())
+    session: Any = OwnSession(Options(), Render(json=True, quiet=True), Home(folder), Spec())
     bench._answer(session, Found(figure), folder, page, ("well",), Table("", ("figure",), (("7",),)))
 
 

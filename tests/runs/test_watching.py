@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,21 +83,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait(timeout=10)
 
 
-def test_ctrl_c_while_the_reader_starts_leaves_no_thread(run: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that waits for work forever would keep micsctl from ending."""
-    start = threading.Thread.start
-
-    def interrupted(thread: threading.Thread) -> None:
-        start(thread)
-        raise KeyboardInterrupt
-
-    before = set(threading.enumerate())
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt) as caught:  # which keeps the pool alive
-        follow(run, RUN_ID, Watcher())
-    for thread in set(threading.enumerate()) - before:
-        thread.join(timeout=5)
-        assert not thread.is_alive(), caught
+def test_ctrl_c_while_the_reader_starts_leaves_no_thread(
+    run: Hosts,
+    interrupted_as_threads_start: Callable[[Callable[[], object]], None],
+) -> None:
+    interrupted_as_threads_start(lambda: follow(run, RUN_ID, Watcher()))
 
 
 def test_a_metrics_line_that_a_kill_cut_short_is_left_out(run: Hosts) -> None:

@@ -41,6 +41,7 @@ touch /root/micsctl-test-of-user-data
 """
 SSH = ["-o", "StrictHostKeyChecking=yes", "-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes", "-o", "LogLevel=ERROR"]
 PYTHON = "/opt/pytorch/bin/python"
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -516,6 +517,8 @@ mount -t proc proc proc
 mount -t sysfs sysfs sys
 mount --rbind /dev dev
 mount -t tmpfs tmp tmp
+mkdir -p .{CHECKOUT}  # which may lie below /tmp
+mount --bind {CHECKOUT} .{CHECKOUT}
 cp {inner} tmp/inner.py
 mkdir -p closed/venv .old
 chmod 700 closed
